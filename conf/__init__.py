@@ -1,0 +1,1 @@
+"""The Hydra configs. Hydra's ``pkg://`` source needs this file."""

@@ -1,0 +1,1 @@
+"""Typed configuration. No module of this package imports torch."""

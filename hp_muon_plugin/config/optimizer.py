@@ -1,0 +1,101 @@
+"""Options of ``optimizer=hp_muon`` and ``optimizer=adamw``: the one place where defaults live."""
+
+from dataclasses import dataclass, field
+
+from hp_muon_plugin.config.choices import (
+    ClipMode,
+    FloatDtype,
+    MissingGrad,
+    NonFinite,
+    ScaleMode,
+    Schedule,
+    TensorParallelMode,
+)
+
+
+@dataclass
+class ScalarAdamW:
+    """AdamW for everything that Muon does not take: embeddings, output, router, norms, biases."""
+
+    lr: float | None = None
+    """Learning rate; null means ``optimizer.lr``, which is right with scale=match_rms_adamw only."""
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    """Decay rates of the first and second moment."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float | None = None
+    """Decoupled weight decay; null means ``optimizer.weight_decay``. Norms and biases: always 0."""
+
+
+@dataclass
+class HpMuon:
+    """Muon with decoupled weight decay for matrices, AdamW for the rest."""
+
+    _target_: str = "hp_muon_plugin.muon.build_optimizer"
+    """For hosts that use ``hydra.utils.instantiate(cfg.optimizer, params=model.named_parameters())``."""
+    name: str = "hp_muon"
+    """Name by which trainers and checkpoints know this optimizer."""
+    lr: float = 5e-3
+    """Peak learning rate of the Muon matrices."""
+    momentum: float = 0.95
+    """Decay of the moving average ``m = momentum * m + (1 - momentum) * grad``."""
+    nesterov: bool = True
+    """Use ``momentum * m + (1 - momentum) * grad`` instead of ``m``."""
+    weight_decay: float = 0.1
+    """Decoupled: each step multiplies the weight by ``1 - lr * weight_decay``, whatever its shape."""
+    scale: ScaleMode = ScaleMode.match_rms_adamw
+    """Scale of the orthogonal update, from the logical shape of the matrix."""
+    scale_factor: float = 1.0
+    """Extra factor on top of ``scale``."""
+    schedule: Schedule = Schedule.keller
+    """Newton-Schulz coefficients by name."""
+    steps: int | None = None
+    """Newton-Schulz steps; null means as many as the schedule is made for."""
+    coefficients: list[list[float]] | None = None
+    """Rows ``[a, b, c]`` for ``schedule=custom``."""
+    ns_dtype: FloatDtype | None = None
+    """Type that Newton-Schulz iterates in; null lets the platform choose (float32 on CPU)."""
+    momentum_dtype: FloatDtype = FloatDtype.float32
+    """Type in which momentum is stored."""
+    split_qkv: bool = True
+    """Orthogonalise the query, key and value parts of a fused projection as separate matrices."""
+    split_gate_up: bool = True
+    """Orthogonalise gate and up of a gated first MLP layer as separate matrices."""
+    per_head: bool = False
+    """Orthogonalise every attention head of a projection by itself."""
+    tp_mode: TensorParallelMode = TensorParallelMode.duplicated
+    """How tensor-parallel matrices are made whole."""
+    muon_params: list[str] = field(default_factory=list)
+    """Shell patterns of parameter names that Muon takes although their role says AdamW."""
+    adamw_params: list[str] = field(default_factory=list)
+    """Shell patterns of parameter names that AdamW takes although their role says Muon."""
+    clip_grad: float = 1.0
+    """Largest global gradient norm; 0 turns clipping off. In Megatron its own ``clip_grad`` counts."""
+    clip_mode: ClipMode = ClipMode.all
+    """Which gradients clipping scales."""
+    non_finite: NonFinite = NonFinite.skip
+    """What a NaN or infinite gradient does."""
+    missing_grad: MissingGrad = MissingGrad.leave
+    """What a parameter without a gradient does: left alone (no decay, no momentum), or an error."""
+    adamw: ScalarAdamW = field(default_factory=ScalarAdamW)
+    """Options of AdamW for the rest."""
+
+
+@dataclass
+class AdamW:
+    """Megatron's own AdamW, untouched: the baseline that Muon is compared with."""
+
+    _target_: str = "hp_muon_plugin.muon.build_adamw"
+    """For hosts that use ``hydra.utils.instantiate(cfg.optimizer, params=model.named_parameters())``."""
+    name: str = "adamw"
+    """Name by which our trainer knows this optimizer."""
+    lr: float = 3e-3
+    """Peak learning rate."""
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    """Decay rates of the first and second moment."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay; norms and biases: always 0."""
+    clip_grad: float = 1.0
+    """Largest global gradient norm; 0 turns clipping off."""

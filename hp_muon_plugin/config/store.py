@@ -1,0 +1,29 @@
+"""Registration of the typed schemas with Hydra's ConfigStore.
+
+The YAML files under ``conf/`` are what users choose; each begins with its schema from here, so that
+a misspelt key or a wrong type is refused by Hydra with the name of the option.
+"""
+
+from hydra.core.config_store import ConfigStore
+
+from hp_muon_plugin.config.optimizer import AdamW, HpMuon
+from hp_muon_plugin.config.trainer import Data, DataParallel, Logger, Model, Platform, Topology, Train
+
+_SCHEMAS: tuple[tuple[str | None, str, type], ...] = (
+    ("optimizer", "hp_muon_schema", HpMuon),
+    ("optimizer", "hp_muon_adamw_schema", AdamW),
+    ("dp", "hp_muon_dp_schema", DataParallel),
+    ("model", "hp_muon_model_schema", Model),
+    ("data", "hp_muon_data_schema", Data),
+    ("topology", "hp_muon_topology_schema", Topology),
+    ("logger", "hp_muon_logger_schema", Logger),
+    ("platform", "hp_muon_platform_schema", Platform),
+    (None, "hp_muon_train_schema", Train),
+)
+
+
+def register_schemas() -> None:
+    """Put every schema into the ConfigStore. Calling it again changes nothing."""
+    store = ConfigStore.instance()
+    for group, name, node in _SCHEMAS:
+        store.store(group=group, name=name, node=node, provider="hp_muon_plugin")

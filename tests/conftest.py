@@ -1,0 +1,52 @@
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).parent))
+
+try:
+    from hypothesis import settings
+
+    settings.register_profile("ci", derandomize=True, deadline=None, max_examples=50)
+    settings.load_profile("ci")
+except ImportError:  # lane environments have no hypothesis
+    pass
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Everything under tests/lane needs megatron-core and runs once per lane."""
+    for item in items:
+        if "lane" in Path(str(item.fspath)).relative_to(Path(__file__).parent).parts[:1]:
+            item.add_marker(pytest.mark.lane)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    """Ranks are forked from this process, and a pool of OpenMP threads does not survive a fork."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def megatron_on_cpu() -> str:
+    """megatron-core imported with the stand-in on; returns its version. Forked ranks inherit it."""
+    pytest.importorskip("megatron.core", reason="megatron-core is not installed in this environment")
+    from hp_muon_plugin.megatron.cpu_fixes import apply_cpu_fixes
+    from hp_muon_plugin.megatron.versions import core_version
+    from hp_muon_plugin.platform import standin
+    from hp_muon_plugin.train.worker import quiet_logging
+
+    standin.activate()
+    apply_cpu_fixes()
+    quiet_logging(is_first_rank=False)
+    import megatron.core.datasets.gpt_dataset
+    import megatron.core.distributed
+    import megatron.core.models.gpt.gpt_model
+    import megatron.core.optimizer
+    import megatron.core.pipeline_parallel  # noqa: F401
+
+    return str(core_version())
