@@ -1,0 +1,1 @@
+"""Layouts: what each parameter is, how it reads as matrices, and which rank holds which part."""
