@@ -1,0 +1,1 @@
+"""CPU, CUDA and NPU behind one protocol."""

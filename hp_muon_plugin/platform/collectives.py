@@ -1,0 +1,90 @@
+"""The collectives that the plugin uses. Only this module knows c10d's names and backends' rules.
+
+Newer torch warns for names that older ones need (``all_gather_into_tensor`` in 2.13), so both
+spellings are looked up here, once.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, slots=True)
+class AxisGroup:
+    """The ranks of one mesh axis that this rank belongs to.
+
+    Attributes:
+        axis: Name of the axis.
+        size: Ranks on it.
+        index: This rank's place on it.
+        group: The process group; None for an axis of one rank, where no collective runs.
+    """
+
+    axis: str
+    size: int
+    index: int
+    group: dist.ProcessGroup | None
+
+    @classmethod
+    def from_group(cls, axis: str, group: dist.ProcessGroup) -> "AxisGroup":
+        """The axis that a process group stands for.
+
+        Args:
+            axis: Name of the axis.
+            group: A process group that contains this rank.
+
+        Returns:
+            The axis.
+        """
+        return cls(axis, dist.get_world_size(group), dist.get_rank(group), group)
+
+    @classmethod
+    def single(cls, axis: str) -> "AxisGroup":
+        """An axis of one rank.
+
+        Args:
+            axis: Name of the axis.
+
+        Returns:
+            The axis; it needs no initialised process group.
+        """
+        return cls(axis, 1, 0, None)
+
+
+def all_gather(output: torch.Tensor, source: torch.Tensor, axis: AxisGroup) -> None:
+    """Gather equally long buffers.
+
+    Args:
+        output: ``(size * n,)``, receives the ranks' buffers in axis order; every rank holds it.
+        source: ``(n,)``, contiguous.
+        axis: Ranks that take part; all of them must call.
+    """
+    assert output.numel() == axis.size * source.numel(), (output.shape, source.shape, axis)
+    if axis.group is None:
+        output.copy_(source)
+        return
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(output, source, group=axis.group)
+
+
+def all_reduce_max(tensor: torch.Tensor, axis: AxisGroup) -> None:
+    """Elementwise maximum over the axis, in place; every rank holds the result.
+
+    Args:
+        tensor: Contiguous; integer or floating point.
+        axis: Ranks that take part; all of them must call.
+    """
+    if axis.group is not None:
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=axis.group)
+
+
+def all_reduce_sum(tensor: torch.Tensor, axis: AxisGroup) -> None:
+    """Sum over the axis, in place; every rank holds the result.
+
+    Args:
+        tensor: Contiguous.
+        axis: Ranks that take part; all of them must call.
+    """
+    if axis.group is not None:
+        dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=axis.group)
