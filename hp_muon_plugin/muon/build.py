@@ -1,0 +1,132 @@
+"""Building the optimizer for plain PyTorch, from a module or from named parameters.
+
+This is what ``hydra.utils.instantiate(cfg.optimizer, params=...)`` calls in somebody else's
+application.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hp_muon_plugin.config.optimizer import AdamW, HpMuon
+from hp_muon_plugin.config.options import from_options
+from hp_muon_plugin.errors import ConfigError
+from hp_muon_plugin.layout.spec import ParamSpec
+from hp_muon_plugin.muon.names import module_specs, named_specs
+from hp_muon_plugin.muon.optimizer import HpMuonOptimizer
+from hp_muon_plugin.muon.routing import Algorithm, Route, route_parameters
+from hp_muon_plugin.muon.scalar import adamw_defaults
+from hp_muon_plugin.platform.collectives import AxisGroup
+
+Params = torch.nn.Module | Iterable[tuple[str, torch.nn.Parameter]]
+
+
+def build_optimizer(params: Params, **options: Any) -> HpMuonOptimizer:
+    """Muon for the matrices of a model and AdamW for the rest.
+
+    With an initialised process group every rank must hold the same parameters (as under DDP);
+    missing or non-finite gradients are then agreed on by all ranks.
+
+    Args:
+        params: The model itself, which is best because module types tell embeddings and
+            convolutions apart, or ``model.named_parameters()``.
+        **options: Any option of :class:`~hp_muon_plugin.config.optimizer.HpMuon`.
+
+    Returns:
+        The optimizer. ``routing_table(optimizer)`` of this package prints who updates what.
+
+    Raises:
+        ConfigError: If an option is unknown or wrong, the parameters have no names, or nothing is
+            left for Muon.
+
+    Example:
+        >>> optimizer = build_optimizer(model, lr=5e-3, weight_decay=0.1)
+    """
+    config = from_options(HpMuon, options, prefix="optimizer")
+    specs = _specs(params)
+    routes = route_parameters(list(specs.values()), muon_params=config.muon_params, adamw_params=config.adamw_params)
+    if not any(route.algorithm is Algorithm.muon for route in routes):
+        raise ConfigError(
+            "optimizer",
+            "hp_muon",
+            f"none of the {len(routes)} parameters is a matrix that Muon takes",
+            "pass the model itself (not a flattened or sharded copy), or take optimizer=adamw",
+        )
+    groups = muon_groups(list(specs), routes, config)
+    agree = [AxisGroup.from_group("world", dist.group.WORLD)] if _world_size() > 1 and dist.group.WORLD else []
+    return HpMuonOptimizer(groups, specs, config, agree=agree)
+
+
+def build_adamw(params: Params, **options: Any) -> torch.optim.AdamW:
+    """AdamW with no decay on norms, biases and other vectors: the baseline.
+
+    Args:
+        params: The model, or ``model.named_parameters()``.
+        **options: Any option of :class:`~hp_muon_plugin.config.optimizer.AdamW`.
+
+    Returns:
+        torch's AdamW.
+
+    Raises:
+        ConfigError: If an option is unknown or wrong.
+    """
+    config = from_options(AdamW, options, prefix="optimizer")
+    specs = {p: spec for p, spec in _specs(params).items() if spec.trainable}
+    decayed = [p for p, spec in specs.items() if len(spec.shape) > 1]
+    plain = [p for p, spec in specs.items() if len(spec.shape) <= 1]
+    groups = [
+        {"params": decayed, "weight_decay": config.weight_decay},
+        {"params": plain, "weight_decay": 0.0},
+    ]
+    beta1, beta2 = config.betas
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]], lr=config.lr, betas=(beta1, beta2), eps=config.eps
+    )
+
+
+def muon_groups(params: Sequence[torch.nn.Parameter], routes: Sequence[Route], config: HpMuon) -> list[dict[str, Any]]:
+    """Parameter groups by route: Muon, AdamW with decay, AdamW without (norms, biases, vectors).
+
+    Args:
+        params: Parameters.
+        routes: Their routes, in the same order.
+        config: Options.
+
+    Returns:
+        Groups without empty ones; frozen parameters are in none.
+    """
+    pairs = list(zip(params, routes, strict=True))
+    muon = [p for p, route in pairs if route.algorithm is Algorithm.muon]
+    scalar = [(p, route.spec) for p, route in pairs if route.algorithm is Algorithm.adamw]
+    adamw = adamw_defaults(config)
+    groups: list[dict[str, Any]] = [
+        {"params": muon, "algorithm": "muon", "lr": config.lr, "weight_decay": config.weight_decay},
+        {"params": [p for p, spec in scalar if len(spec.shape) > 1], "algorithm": "adamw", **adamw},
+        {
+            "params": [p for p, spec in scalar if len(spec.shape) <= 1],
+            "algorithm": "adamw",
+            **adamw,
+            "weight_decay": 0,
+        },
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _specs(params: Params) -> dict[torch.nn.Parameter, ParamSpec]:
+    if isinstance(params, torch.nn.Module):
+        return module_specs(params)
+    listed = list(params)
+    if not listed or not all(isinstance(item, tuple) and len(item) == 2 for item in listed):
+        raise ConfigError(
+            "params",
+            type(listed[0]).__name__ if listed else "[]",
+            "Muon routes parameters by name, and these have none",
+            "pass the model, or model.named_parameters()",
+        )
+    return named_specs(listed)
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

@@ -1,0 +1,221 @@
+"""Muon for matrices and AdamW for the rest, as one torch optimizer."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hp_muon_plugin.config.checks import check_optimizer
+from hp_muon_plugin.config.choices import FloatDtype
+from hp_muon_plugin.config.optimizer import HpMuon
+from hp_muon_plugin.layout.spec import ParamSpec
+from hp_muon_plugin.muon.executor import Executor, ParamStep
+from hp_muon_plugin.muon.gradients import GradientCheck, check_gradients, refuse
+from hp_muon_plugin.muon.plan import MuonPlan, build_plan
+from hp_muon_plugin.muon.routing import Algorithm
+from hp_muon_plugin.muon.scalar import SharedAdamW, adamw_defaults
+from hp_muon_plugin.platform.collectives import AxisGroup
+
+logger = logging.getLogger(__name__)
+
+MOVING_AVERAGE = "moving_average"
+SUM = "sum"
+
+
+class HpMuonOptimizer(torch.optim.Optimizer):
+    """Muon and AdamW over one list of parameter groups.
+
+    Every group says which algorithm updates it (``algorithm``: ``muon`` or ``adamw``) and has its
+    own ``lr`` and ``weight_decay``, which schedulers may write at any time. Weight decay is
+    decoupled: a weight shrinks by ``1 - lr * weight_decay`` whatever its shape. Muon keeps one
+    momentum per weight and nothing else.
+
+    Args:
+        groups: Groups as torch takes them, each with ``params`` and ``algorithm``.
+        specs: Spec of every parameter.
+        config: Options.
+        axes: Mesh axes by name that the specs' splits refer to.
+        agree: Axes over which ranks must agree on missing and non-finite gradients. Every rank of
+            them has the same parameter list.
+
+    Raises:
+        ConfigError: If an option is wrong.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[dict[str, Any]],
+        specs: Mapping[torch.nn.Parameter, ParamSpec],
+        config: HpMuon,
+        *,
+        axes: Mapping[str, AxisGroup] | None = None,
+        agree: Sequence[AxisGroup] = (),
+    ) -> None:
+        check_optimizer(config)
+        self.config = config
+        self.specs = dict(specs)
+        self.skipped_steps = 0
+        """Steps that were left out because of a NaN or infinite gradient."""
+        self._agree = tuple(agree)
+        self._adamw = SharedAdamW()
+        super().__init__([self._complete(dict(group)) for group in groups], defaults={"algorithm": "muon"})
+        self._executor = Executor(
+            build_plan([self.specs[p] for p in self._muon_params()], config),
+            dict(axes or {}),
+            momentum=config.momentum,
+            nesterov=config.nesterov,
+            ns_dtype=getattr(torch, config.ns_dtype or FloatDtype.float32),
+            device=next((p.device for group in self.param_groups for p in group["params"]), torch.device("cpu")),
+        )
+
+    @property
+    def plan(self) -> MuonPlan:
+        """What a Muon step does on this rank."""
+        return self._executor.plan
+
+    @property
+    def num_orthogonalized(self) -> int:
+        """Matrices that this rank has orthogonalised since construction."""
+        return self._executor.num_orthogonalized
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters from their ``.grad``, or none of them.
+
+        Args:
+            closure: Computes the loss again, as torch's optimizers take it.
+
+        Returns:
+            What the closure returned, or None.
+
+        Raises:
+            GradientError: If gradients are missing on some ranks only, or as configured.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self.check_gradients().is_finite:
+            self.update()
+        return loss
+
+    def check_gradients(self) -> GradientCheck:
+        """Decide whether this step's gradients are usable; count and report a step that is not.
+
+        Returns:
+            The finding, the same on every rank of ``agree``.
+
+        Raises:
+            GradientError: As :meth:`step` does.
+        """
+        params = [p for group in self.param_groups for p in group["params"]]
+        names = [self.specs[p].name for p in params]
+        check = check_gradients(names, [p.grad for p in params], agree=self._agree)
+        refuse(check, names, missing=self.config.missing_grad, non_finite=self.config.non_finite)
+        if not check.is_finite:
+            self.note_skipped(check.non_finite)
+        return check
+
+    def note_skipped(self, names: Sequence[str]) -> None:
+        """Count a skipped step and say why.
+
+        Args:
+            names: This rank's parameters with a bad gradient; may be empty.
+        """
+        self.skipped_steps += 1
+        where = ", ".join(names[:5]) or "a parameter of another rank"
+        logger.warning("step skipped, nothing changed: NaN or infinite gradient in %s", where)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Update from ``.grad`` without looking whether the gradients are finite."""
+        steps: list[ParamStep | None] = []
+        for group in self.param_groups:
+            if group["algorithm"] == Algorithm.muon:
+                steps += [self._param_step(p, group) for p in group["params"]]
+        self._executor.run(steps)
+        scalar = [group for group in self.param_groups if group["algorithm"] == Algorithm.adamw]
+        self._adamw.step(scalar, self.state)
+
+    def init_state(self) -> None:
+        """Create all optimizer state now, zeros, as loading a distributed checkpoint needs it."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                if group["algorithm"] == Algorithm.muon:
+                    self._momentum(param)
+                elif not self.state[param]:
+                    self.state[param].update(
+                        step=torch.zeros((), dtype=torch.float32),
+                        exp_avg=torch.zeros_like(param),
+                        exp_avg_sq=torch.zeros_like(param),
+                    )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` gave.
+
+        Momentum keeps its saved value in the configured type, whatever the weight's type is. One
+        that was accumulated as a sum (``m = momentum * m + grad``, as in dion or Moonlight) is
+        converted to the moving average that this optimizer keeps.
+
+        Args:
+            state_dict: From this class, or from another Muon with the same groups.
+        """
+        live = [dict(group) for group in self.param_groups]
+        super().load_state_dict(state_dict)
+        saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+        params = [p for group in self.param_groups for p in group["params"]]
+        for saved_id, param in zip(saved_ids, params, strict=True):
+            value = state_dict["state"].get(saved_id, {}).get("momentum_buffer")
+            if value is not None:
+                self.state[param]["momentum_buffer"] = value.detach().clone().to(param.device, self._momentum_dtype)
+        for group, before in zip(self.param_groups, live, strict=True):
+            self._adopt(group, before)
+
+    def _adopt(self, group: dict[str, Any], before: dict[str, Any]) -> None:
+        """Bring a loaded group to this run's algorithm and momentum convention."""
+        group["algorithm"] = before["algorithm"]
+        for key, value in before.items():
+            group.setdefault(key, value)
+        if group["algorithm"] == Algorithm.muon and group.get("momentum_convention") == SUM:
+            for param in group["params"]:
+                if "momentum_buffer" in self.state[param]:
+                    self.state[param]["momentum_buffer"].mul_(1 - self.config.momentum)
+            group["momentum_convention"] = MOVING_AVERAGE
+
+    def _complete(self, group: dict[str, Any]) -> dict[str, Any]:
+        algorithm = group.setdefault("algorithm", Algorithm.muon)
+        group["algorithm"] = str(algorithm)
+        if algorithm == Algorithm.muon:
+            group.setdefault("lr", self.config.lr)
+            group.setdefault("weight_decay", self.config.weight_decay)
+            group.setdefault("momentum", self.config.momentum)
+            group.setdefault("momentum_convention", MOVING_AVERAGE)
+        else:
+            for key, value in adamw_defaults(self.config).items():
+                group.setdefault(key, value)
+            self._adamw.complete(group)
+        return group
+
+    def _muon_params(self) -> list[torch.nn.Parameter]:
+        return [p for group in self.param_groups if group["algorithm"] == Algorithm.muon for p in group["params"]]
+
+    @property
+    def _momentum_dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.config.momentum_dtype)
+        return dtype
+
+    def _momentum(self, param: torch.nn.Parameter) -> torch.Tensor:
+        state = self.state[param]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(param, dtype=self._momentum_dtype)
+        buffer: torch.Tensor = state["momentum_buffer"]
+        return buffer
+
+    def _param_step(self, param: torch.nn.Parameter, group: dict[str, Any]) -> ParamStep | None:
+        if param.grad is None:
+            return None
+        buffer = self._momentum(param)
+        buffer.mul_(self.config.momentum).add_(param.grad, alpha=1 - self.config.momentum)
+        lr = float(group["lr"])
+        return ParamStep(param.detach(), param.grad, buffer, 1 - lr * float(group["weight_decay"]), lr)
