@@ -1,0 +1,163 @@
+"""From Megatron's optimizer configuration and wrapped model chunks to the plugin's optimizer."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hp_muon_plugin.config.checks import check_optimizer
+from hp_muon_plugin.config.optimizer import HpMuon
+from hp_muon_plugin.errors import ConfigError, raise_all
+from hp_muon_plugin.layout.spec import ParamSpec
+from hp_muon_plugin.megatron.groups import MegatronGroups, megatron_groups
+from hp_muon_plugin.megatron.norms import CountedParam, counts_here
+from hp_muon_plugin.megatron.optimizer import HpMuonMegatronOptimizer, ParamPair
+from hp_muon_plugin.megatron.param_groups import divide_groups, settings_from, upstream_groups
+from hp_muon_plugin.megatron.specs import chunk_specs
+from hp_muon_plugin.muon.optimizer import HpMuonOptimizer
+from hp_muon_plugin.muon.routing import Algorithm, Route, route_parameters
+from hp_muon_plugin.muon.table import format_table, table_rows
+
+logger = logging.getLogger(__name__)
+
+_COPIED_ATTRIBUTES = ("tensor_model_parallel", "partition_dim", "partition_stride", "allreduce", "shared")
+
+_REFUSED_OPTIONS: tuple[tuple[str, str, str], ...] = (
+    ("fp16", "needs dynamic loss scaling, which Muon's momentum does not survive", "train in bf16 or fp32"),
+    (
+        "use_distributed_optimizer",
+        "its flat shards cut matrices, and the distributed strategies for them are not part of this version",
+        "leave --use-distributed-optimizer out",
+    ),
+    ("optimizer_cpu_offload", "Newton-Schulz runs on the device", "leave it out"),
+    ("use_precision_aware_optimizer", "belongs to Transformer Engine's Adam", "use optimizer.momentum_dtype instead"),
+    ("overlap_param_gather_with_optimizer_step", "belongs to the distributed optimizer", "leave it out"),
+)
+
+
+def build_megatron_optimizer(
+    config: Any,
+    chunks: Sequence[torch.nn.Module],
+    *,
+    settings: HpMuon | None = None,
+    arguments: Mapping[str, Any] | None = None,
+) -> HpMuonMegatronOptimizer:
+    """Build the optimizer that Megatron's factory returns for ``hp_muon``.
+
+    Every rank calls it, with its own model chunks.
+
+    Args:
+        config: megatron-core's ``OptimizerConfig``.
+        chunks: Model chunks inside Megatron's DistributedDataParallel.
+        settings: Options; None takes learning rates and decay from ``config``.
+        arguments: What else the factory was called with, by name.
+
+    Returns:
+        The optimizer. Rank 0 logs the routing table.
+
+    Raises:
+        ConfigError: If Megatron's configuration asks for what cannot work.
+        ConfigErrors: If it asks for several such things.
+    """
+    arguments = arguments or {}
+    _refuse_options(config)
+    _refuse_wrappers(chunks)
+    settings = settings or settings_from(config)
+    check_optimizer(settings)
+    groups = megatron_groups(arguments.get("pg_collection"))
+    specs = chunk_specs(chunks, settings, groups)
+    routes = _routes(specs, settings)
+    _require_muon(routes)
+    upstream = upstream_groups(config, chunks, arguments)
+    divided = divide_groups(upstream, dict(zip(specs, routes, strict=True)), settings, config)
+    optimizer = _assemble(divided, specs, routes, settings, config, groups)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        logger.info("parameters of rank 0 and who updates them:\n%s", format_table(table_rows(routes, settings)))
+    return optimizer
+
+
+def _assemble(
+    divided: list[dict[str, Any]],
+    specs: Mapping[torch.nn.Parameter, ParamSpec],
+    routes: Sequence[Route],
+    settings: HpMuon,
+    config: Any,
+    groups: MegatronGroups,
+) -> HpMuonMegatronOptimizer:
+    algorithms = {param: route.algorithm for param, route in zip(specs, routes, strict=True)}
+    pairs, counted = [], []
+    for group in divided:
+        mains = []
+        for model in group["params"]:
+            main = _main_param(model)
+            mains.append(main)
+            pairs.append(ParamPair(model, main))
+            counts = counts_here(model, specs[model], groups)
+            counted.append(CountedParam(specs[model], main, algorithms[model], counts))
+        group["params"] = mains
+    main_specs = {param.main: param.spec for param in counted}
+    inner = HpMuonOptimizer(divided, main_specs, settings, axes=groups.axes)
+    return HpMuonMegatronOptimizer(inner, config, pairs, counted, groups)
+
+
+def _main_param(model: torch.nn.Parameter) -> torch.nn.Parameter:
+    """A float32 master of a bf16 parameter, with Megatron's marks; a float32 parameter itself."""
+    if model.dtype == torch.float32:
+        return model
+    main = torch.nn.Parameter(model.detach().clone().float())
+    for name in _COPIED_ATTRIBUTES:
+        if hasattr(model, name):
+            setattr(main, name, getattr(model, name))
+    return main
+
+
+def _routes(specs: Mapping[torch.nn.Parameter, ParamSpec], settings: HpMuon) -> tuple[Route, ...]:
+    names: list[str] | None = None
+    if (settings.muon_params or settings.adamw_params) and dist.is_initialized():
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, [spec.name for spec in specs.values()])
+        names = sorted({name for rank_names in gathered for name in rank_names})
+    return route_parameters(
+        list(specs.values()),
+        muon_params=settings.muon_params,
+        adamw_params=settings.adamw_params,
+        all_names=names,
+    )
+
+
+def _require_muon(routes: Sequence[Route]) -> None:
+    """Some rank must have a matrix; one pipeline stage alone may have none."""
+    count = sum(route.algorithm is Algorithm.muon for route in routes)
+    if dist.is_initialized():
+        counts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(counts, count)
+        count = sum(counts)
+    if count == 0:
+        raise ConfigError(
+            "optimizer", "hp_muon", "no parameter of the model is a matrix that Muon takes", "take optimizer=adamw"
+        )
+
+
+def _refuse_options(config: Any) -> None:
+    raise_all(
+        [ConfigError(name, True, why, fix) for name, why, fix in _REFUSED_OPTIONS if getattr(config, name, False)]
+    )
+
+
+def _refuse_wrappers(chunks: Sequence[torch.nn.Module]) -> None:
+    for chunk in chunks:
+        ddp_config = getattr(chunk, "ddp_config", None)
+        if ddp_config is None:
+            raise ConfigError(
+                "model_chunks",
+                type(chunk).__name__,
+                "hp_muon reads gradients from Megatron's DistributedDataParallel, and this is another wrapper",
+                "wrap the model with megatron.core.distributed.DistributedDataParallel",
+            )
+        for name in ("use_megatron_fsdp", "use_custom_fsdp", "use_distributed_optimizer"):
+            if getattr(ddp_config, name, False):
+                raise ConfigError(
+                    f"ddp_config.{name}", True, "shards parameters in a way that cuts matrices", f"set {name}=False"
+                )

@@ -1,0 +1,234 @@
+"""The hooks, as data: what is replaced in Megatron, why, and when the hook can go.
+
+A function is replaced where it is defined and wherever it was imported by name before, which a scan
+of loaded modules finds by identity. A function imported afterwards is the hooked one already.
+"""
+
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from types import ModuleType
+from typing import Any
+
+from hp_muon_plugin.errors import HookError
+from hp_muon_plugin.megatron.versions import CoreVersion
+from hp_muon_plugin.platform import patching
+
+_OWN_PACKAGE = "hp_muon_plugin."
+
+
+class HookKind(StrEnum):
+    """What a hook does."""
+
+    factory = "factory"
+    guard = "guard"
+
+
+@dataclass(frozen=True, slots=True)
+class Hook:
+    """One hook.
+
+    Attributes:
+        name: By which ``HP_MUON_HOOKS`` and reports know it.
+        module: Module that defines the target.
+        attribute: Dotted name inside the module.
+        kind: What it does.
+        parameters: Parameter names that the target must have.
+        first: First lane that has the target.
+        last: Last tested lane that has it.
+        why: Why it is needed.
+        remove_when: When it can go.
+    """
+
+    name: str
+    module: str
+    attribute: str
+    kind: HookKind
+    parameters: tuple[str, ...]
+    first: tuple[int, int]
+    last: tuple[int, int]
+    why: str
+    remove_when: str
+
+    @property
+    def target(self) -> str:
+        """Dotted name of the target."""
+        return f"{self.module}.{self.attribute}"
+
+    def applies(self, version: CoreVersion) -> bool:
+        """Whether a version has the target.
+
+        Args:
+            version: A megatron-core version.
+
+        Returns:
+            True from ``first`` to ``last``; a lane newer than all tested ones counts as the last.
+        """
+        newest = max(hook.last for hook in HOOKS)
+        return self.first <= version.lane <= self.last or (self.last == newest and version.lane > newest)
+
+
+HOOKS: tuple[Hook, ...] = (
+    Hook(
+        name="optimizer",
+        module="megatron.core.optimizer",
+        attribute="get_megatron_optimizer",
+        kind=HookKind.factory,
+        parameters=("config", "model_chunks"),
+        first=(0, 12),
+        last=(0, 19),
+        why="Megatron's factory knows a fixed set of optimizers and has no way to register another before 0.18, "
+        "and later only for 2-D weights under DDP",
+        remove_when="megatron-core has a public registry that hands over the wrapped chunks",
+    ),
+    Hook(
+        name="muon_factory",
+        module="megatron.core.optimizer.muon",
+        attribute="get_megatron_muon_optimizer",
+        kind=HookKind.factory,
+        parameters=("config", "model_chunks"),
+        first=(0, 16),
+        last=(0, 17),
+        why="training.py of 0.16 and 0.17 sends every optimizer whose name contains 'muon' here",
+        remove_when="0.16 is no longer supported",
+    ),
+    Hook(
+        name="guard",
+        module="megatron.core.optimizer.optimizer",
+        attribute="MegatronOptimizer.__init__",
+        kind=HookKind.guard,
+        parameters=("optimizer", "config"),
+        first=(0, 12),
+        last=(0, 19),
+        why="a trainer that reached another factory would train with AdamW and say nothing",
+        remove_when="never; it only watches",
+    ),
+)
+
+
+@dataclass(slots=True)
+class Installed:
+    """A hook that is in place.
+
+    Attributes:
+        hook: Which.
+        original: What stood there.
+        replacement: What stands there now.
+        places: Where it was replaced, as (owner, attribute name).
+    """
+
+    hook: Hook
+    original: Any
+    replacement: Any
+    places: list[tuple[Any, str]] = field(default_factory=list)
+
+    def names(self) -> list[str]:
+        """Where it was replaced, as dotted names."""
+        return [f"{getattr(owner, '__name__', owner)}.{name}" for owner, name in self.places]
+
+
+def resolve(hook: Hook) -> tuple[Any, str, Any]:
+    """Find the target of a hook.
+
+    Args:
+        hook: The hook.
+
+    Returns:
+        Owner, attribute name, and the object there.
+
+    Raises:
+        HookError: If upstream moved it.
+    """
+    try:
+        owner: Any = importlib.import_module(hook.module)
+        *path, name = hook.attribute.split(".")
+        for piece in path:
+            owner = getattr(owner, piece)
+        return owner, name, getattr(owner, name)
+    except (ImportError, AttributeError) as error:
+        raise HookError(
+            f"hook {hook.name}: this megatron-core has no {hook.target} ({error})\n"
+            "  fix: install a megatron-core version that `hp-muon doctor` lists as tested"
+        ) from error
+
+
+def check_signature(hook: Hook, function: Callable[..., Any]) -> None:
+    """Refuse a target whose parameters are not the ones that the hook relies on.
+
+    Args:
+        hook: The hook.
+        function: What stands at its target.
+
+    Raises:
+        HookError: Naming the missing parameters.
+    """
+    parameters = inspect.signature(function).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return
+    missing = [name for name in hook.parameters if name not in parameters]
+    if missing:
+        raise HookError(
+            f"hook {hook.name}: {hook.target} has no parameter {', '.join(missing)} any more; it takes "
+            f"({', '.join(parameters)})\n"
+            "  fix: install a megatron-core version that `hp-muon doctor` lists as tested"
+        )
+
+
+def put(hook: Hook, make: Callable[[Any], Any]) -> Installed:
+    """Replace the target of a hook and every alias of it.
+
+    Args:
+        hook: The hook.
+        make: Gets the original, returns the replacement.
+
+    Returns:
+        What was done.
+
+    Raises:
+        HookError: If upstream moved the target or changed its parameters.
+    """
+    owner, name, original = resolve(hook)
+    check_signature(hook, original)
+    installed = Installed(hook, original, make(original))
+    for place in [(owner, name), *aliases(original)]:
+        if place not in installed.places:
+            setattr(*place, installed.replacement)
+            installed.places.append(place)
+    return installed
+
+
+def take_back(installed: Installed) -> None:
+    """Restore the original everywhere.
+
+    Args:
+        installed: From :func:`put`.
+
+    Raises:
+        HookError: If somebody has replaced our replacement since; then nothing is changed.
+    """
+    foreign = [
+        f"{getattr(owner, '__name__', owner)}.{name}"
+        for owner, name in installed.places
+        if vars(owner).get(name) is not installed.replacement
+    ]
+    if foreign:
+        raise HookError(
+            f"hook {installed.hook.name}: {', '.join(foreign)} was replaced again after install()\n"
+            "  fix: uninstall whatever was installed later first"
+        )
+    for owner, name in installed.places:
+        setattr(owner, name, installed.original)
+
+
+def aliases(function: Any) -> list[tuple[ModuleType, str]]:
+    """Module attributes that are this very function, in all loaded modules but ours.
+
+    Args:
+        function: The function.
+
+    Returns:
+        Pairs of module and attribute name.
+    """
+    return patching.aliases(function, lambda name: not name.startswith(_OWN_PACKAGE))

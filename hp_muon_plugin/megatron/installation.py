@@ -1,0 +1,278 @@
+"""Installing the plugin into Megatron: explicit, idempotent, reversible, and it reports."""
+
+import atexit
+import functools
+import inspect
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from hp_muon_plugin.config.optimizer import HpMuon
+from hp_muon_plugin.config.options import from_options
+from hp_muon_plugin.errors import HookError
+from hp_muon_plugin.megatron.hooks import HOOKS, Hook, HookKind, Installed, aliases, put, take_back
+from hp_muon_plugin.megatron.versions import CoreVersion, check_tested, core_version
+
+logger = logging.getLogger(__name__)
+
+NAME = "hp_muon"
+_ABSTRACT_METHODS = frozenset(
+    {
+        "get_loss_scale",
+        "load_state_dict",
+        "prepare_grads",
+        "reload_model_params",
+        "sharded_state_dict",
+        "state_dict",
+        "step",
+        "step_with_ready_grads",
+        "zero_grad",
+    }
+)
+
+
+class Select(StrEnum):
+    """When the plugin's optimizer is built."""
+
+    by_name = "by_name"
+    """For ``OptimizerConfig.optimizer == 'hp_muon'`` only."""
+    always = "always"
+    """For every optimizer, whatever its name: for trainers whose ``--optimizer`` takes no new names."""
+
+
+@dataclass(slots=True)
+class Report:
+    """What :func:`install` did, and what happened since.
+
+    Attributes:
+        version: megatron-core.
+        select: When the plugin's optimizer is built.
+        settings: Options, or None to take them from Megatron's configuration.
+        hooks: Hooks in place.
+        num_built: Optimizers that the plugin has built.
+    """
+
+    version: CoreVersion
+    select: Select
+    settings: HpMuon | None
+    hooks: list[Installed] = field(default_factory=list)
+    num_built: int = 0
+
+    def __str__(self) -> str:
+        lines = [f"hp_muon in megatron-core {self.version}, optimizer chosen {self.select.replace('_', ' ')}"]
+        for installed in self.hooks:
+            lines.append(f"  {installed.hook.name} ({installed.hook.kind}): {', '.join(installed.names())}")
+        return "\n".join(lines)
+
+    def is_selected(self, config: Any) -> bool:
+        """Whether the plugin's optimizer is meant for a configuration.
+
+        Args:
+            config: megatron-core's ``OptimizerConfig``.
+
+        Returns:
+            True if so.
+        """
+        return self.select is Select.always or getattr(config, "optimizer", None) == NAME
+
+    def assert_used(self) -> None:
+        """Raise if no optimizer was built through the plugin although it is to build all of them.
+
+        Raises:
+            HookError: Saying what to look for.
+        """
+        if self.num_built == 0:
+            raise HookError(
+                "hp_muon was installed, but the trainer built its optimizer by another way\n"
+                "  fix: call install() before the trainer builds its model, and let it use "
+                "megatron.core.optimizer.get_megatron_optimizer"
+            )
+
+
+_report: Report | None = None
+
+
+def install(
+    settings: HpMuon | Mapping[str, Any] | None = None,
+    *,
+    select: Select | str = Select.by_name,
+    hooks: Sequence[str] | None = None,
+    strict: bool = True,
+    allow_untested: bool = False,
+) -> Report:
+    """Register ``hp_muon`` with the installed megatron-core.
+
+    Calling it again with the same arguments changes nothing and returns the same report. Without
+    ``optimizer='hp_muon'`` (or ``select='always'``) Megatron behaves as if it had not been called.
+
+    Args:
+        settings: Options of :class:`~hp_muon_plugin.config.optimizer.HpMuon`, or a mapping of them;
+            None takes learning rate, weight decay and betas from Megatron's configuration.
+        select: ``by_name`` or ``always``.
+        hooks: Names of the hooks to install; None takes ``HP_MUON_HOOKS`` (comma-separated) from
+            the environment, or all that this version needs.
+        strict: Raise where a hook cannot be installed; False logs it and goes on.
+        allow_untested: Go on with a megatron-core version that is not tested.
+
+    Returns:
+        What was done.
+
+    Raises:
+        HookError: If the version is not tested, upstream moved a target, another Muon is already
+            installed, or ``install`` was called before with other arguments.
+        ConfigError: If an option is wrong.
+    """
+    global _report
+    select = Select(select)
+    if settings is not None and not isinstance(settings, HpMuon):
+        settings = from_options(HpMuon, settings, prefix="optimizer")
+    if _report is not None:
+        if (_report.settings, _report.select) == (settings, select):
+            return _report
+        raise HookError("install() was called before with other arguments\n  fix: call uninstall() first")
+    version = core_version()
+    check_tested(version, allow_untested=allow_untested)
+    _check_contract()
+    report = Report(version, select, settings)
+    try:
+        for hook in _wanted(version, hooks):
+            _put(hook, report, strict)
+    except HookError:
+        _take_back(report)
+        raise
+    _report = report
+    if select is Select.always:
+        atexit.register(_warn_unused, report)
+    logger.info("%s", report)
+    return report
+
+
+def uninstall() -> None:
+    """Give Megatron's own functions back, identity for identity. Calling it again changes nothing.
+
+    Raises:
+        HookError: If somebody else has replaced a hooked function since.
+    """
+    global _report
+    if _report is None:
+        return
+    _take_back(_report)
+    atexit.unregister(_warn_unused)
+    _report = None
+
+
+def installed() -> Report | None:
+    """The report of the installation, or None."""
+    return _report
+
+
+def _wanted(version: CoreVersion, names: Sequence[str] | None) -> list[Hook]:
+    if names is None and os.environ.get("HP_MUON_HOOKS"):
+        names = [name.strip() for name in os.environ["HP_MUON_HOOKS"].split(",")]
+    known = [hook.name for hook in HOOKS]
+    unknown = [name for name in names or [] if name not in known]
+    if unknown:
+        raise HookError(f"HP_MUON_HOOKS={','.join(unknown)}: no such hook\n  fix: choose among {', '.join(known)}")
+    return [hook for hook in HOOKS if hook.applies(version) and (names is None or hook.name in names)]
+
+
+def _put(hook: Hook, report: Report, strict: bool) -> None:
+    make = {HookKind.factory: _factory, HookKind.guard: _guard}[hook.kind]
+    try:
+        installed_hook = put(hook, functools.partial(make, hook, report))
+    except HookError as error:
+        if strict:
+            raise
+        logger.warning("%s", error)
+        return
+    report.hooks.append(installed_hook)
+
+
+def _take_back(report: Report) -> None:
+    while report.hooks:
+        take_back(report.hooks[-1])
+        report.hooks.pop()
+
+
+def _factory(hook: Hook, report: Report, original: Any) -> Any:
+    """A factory that builds the plugin's optimizer where it is selected and calls through elsewhere."""
+    _refuse_other_muon(hook, original)
+
+    @functools.wraps(original)
+    def factory(*args: Any, **kwargs: Any) -> Any:
+        bound = inspect.signature(original).bind(*args, **kwargs).arguments
+        if not report.is_selected(bound["config"]):
+            return original(*args, **kwargs)
+        _refuse_stale_aliases(report)
+        from hp_muon_plugin.megatron.build import build_megatron_optimizer
+
+        rest = {name: value for name, value in bound.items() if name not in ("config", "model_chunks")}
+        built = build_megatron_optimizer(
+            bound["config"], bound["model_chunks"], settings=report.settings, arguments=rest
+        )
+        report.num_built += 1
+        return built
+
+    return factory
+
+
+def _guard(hook: Hook, report: Report, original: Any) -> Any:
+    """An ``__init__`` that refuses any other optimizer for a configuration that selects the plugin."""
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        bound = inspect.signature(original).bind(self, *args, **kwargs).arguments
+        if report.is_selected(bound["config"]) and not type(self).__module__.startswith("hp_muon_plugin."):
+            raise HookError(
+                f"hp_muon is selected, but {type(self).__module__}.{type(self).__name__} was about to be built "
+                "instead: the trainer took a way around megatron.core.optimizer.get_megatron_optimizer\n"
+                "  fix: call hp_muon_plugin.megatron.install() before the trainer imports the factory into a "
+                "closure, a default argument or a table, or build with "
+                "hp_muon_plugin.megatron.build.build_megatron_optimizer"
+            )
+        original(self, *args, **kwargs)
+
+    return init
+
+
+def _refuse_other_muon(hook: Hook, original: Any) -> None:
+    module = getattr(original, "__module__", "") or ""
+    name = getattr(original, "__qualname__", "") or ""
+    if not module.startswith("megatron.") and "muon" in f"{module}.{name}".lower():
+        raise HookError(
+            f"hook {hook.name}: {hook.target} is already replaced by {module}.{name}, another Muon\n"
+            "  fix: switch that one off (MindSpeed: leave --optimizer muon out)"
+        )
+
+
+def _refuse_stale_aliases(report: Report) -> None:
+    for hook in report.hooks:
+        if hook.hook.kind is not HookKind.factory:
+            continue
+        stale = [f"{module.__name__}.{name}" for module, name in aliases(hook.original)]
+        if stale:
+            raise HookError(
+                f"{', '.join(stale)} still is Megatron's own {hook.hook.attribute}\n"
+                "  fix: call hp_muon_plugin.megatron.install() after that assignment, or import the function later"
+            )
+
+
+def _check_contract() -> None:
+    from megatron.core.optimizer.optimizer import MegatronOptimizer
+
+    abstract = frozenset(MegatronOptimizer.__abstractmethods__)
+    if abstract != _ABSTRACT_METHODS:
+        grown, gone = sorted(abstract - _ABSTRACT_METHODS), sorted(_ABSTRACT_METHODS - abstract)
+        raise HookError(
+            f"MegatronOptimizer's abstract methods changed (new: {', '.join(grown) or 'none'}; "
+            f"gone: {', '.join(gone) or 'none'})\n"
+            "  fix: install a megatron-core version that `hp-muon doctor` lists as tested"
+        )
+
+
+def _warn_unused(report: Report) -> None:
+    if report.num_built == 0:
+        logger.error("hp_muon was installed with select='always', but no optimizer was built through it")

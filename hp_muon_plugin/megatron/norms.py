@@ -1,0 +1,135 @@
+"""The global gradient norm and the count of zeros, each gradient counted once over all ranks."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from megatron.core.transformer.module import param_is_not_shared
+
+from hp_muon_plugin.layout.spec import ParamSpec
+from hp_muon_plugin.megatron.groups import MegatronGroups
+from hp_muon_plugin.muon.routing import Algorithm
+from hp_muon_plugin.platform.collectives import all_reduce_sum
+
+
+@dataclass(frozen=True, slots=True)
+class GradNorms:
+    """Euclidean norms of the gradients of the whole model.
+
+    Attributes:
+        total: Over all trainable parameters.
+        muon: Over those that Muon updates.
+        adamw: Over those that AdamW updates.
+    """
+
+    total: float
+    muon: float
+    adamw: float
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether no gradient on any rank is NaN or infinite (or so large that its square is)."""
+        return math.isfinite(self.total)
+
+
+@dataclass(frozen=True, slots=True)
+class CountedParam:
+    """One parameter and whether this rank counts its gradient.
+
+    Attributes:
+        spec: The parameter.
+        main: The tensor whose ``.grad`` the optimizer reads.
+        algorithm: Who updates it.
+        is_counted: False on all but one of the ranks that hold the same values.
+    """
+
+    spec: ParamSpec
+    main: torch.nn.Parameter
+    algorithm: Algorithm
+    is_counted: bool
+
+
+def counts_here(param: torch.nn.Parameter, spec: ParamSpec, groups: MegatronGroups) -> bool:
+    """Whether this rank counts a parameter in norms.
+
+    Data-parallel ranks hold the same gradients and do not add up, so only tensor-parallel copies
+    and tied weights matter.
+
+    Args:
+        param: The model's parameter.
+        spec: Its spec.
+        groups: Megatron's groups.
+
+    Returns:
+        True if its part of the weight is its own, or it is the first of those that hold a copy.
+    """
+    if not param_is_not_shared(param):
+        return False
+    axis = groups.etp if spec.is_expert else groups.tp
+    return spec.split is not None or axis.index == 0
+
+
+def grad_norms(params: Sequence[CountedParam], groups: MegatronGroups) -> GradNorms:
+    """Norms over the whole model; the same on every rank.
+
+    Two all-reduces of two numbers each, and one read by the host, because Megatron's contract
+    returns the norm as a number and a step with a bad gradient is not taken.
+
+    Args:
+        params: This rank's parameters.
+        groups: Megatron's groups.
+
+    Returns:
+        The norms.
+    """
+    device = next((param.main.device for param in params), torch.device("cpu"))
+    squares = []
+    for is_expert, axis in ((False, groups.dense_stats), (True, groups.expert_stats)):
+        both = torch.stack([_square(params, name, is_expert, device) for name in (Algorithm.muon, Algorithm.adamw)])
+        if axis.size > 1:
+            all_reduce_sum(both, axis)  # over the ranks that together hold each such weight once
+        squares.append(both)
+    muon, adamw = (squares[0] + squares[1]).tolist()
+    return GradNorms(math.sqrt(muon + adamw), math.sqrt(muon), math.sqrt(adamw)) if muon + adamw >= 0 else _nan()
+
+
+def _nan() -> GradNorms:
+    return GradNorms(math.nan, math.nan, math.nan)
+
+
+def _square(
+    params: Sequence[CountedParam], algorithm: Algorithm, is_expert: bool, device: torch.device
+) -> torch.Tensor:
+    grads = [
+        param.main.grad
+        for param in params
+        if param.is_counted and param.algorithm is algorithm and param.spec.is_expert == is_expert
+    ]
+    present = [grad for grad in grads if grad is not None]
+    if not present:
+        return torch.zeros((), device=device)
+    return torch.stack([norm.float() for norm in torch._foreach_norm(present)]).square().sum()
+
+
+def num_zeros(params: Sequence[CountedParam], groups: MegatronGroups) -> int:
+    """Zeros in the gradients of the whole model; the same on every rank.
+
+    Args:
+        params: This rank's parameters.
+        groups: Megatron's groups.
+
+    Returns:
+        The count.
+    """
+    device = next((param.main.device for param in params), torch.device("cpu"))
+    total = 0
+    for is_expert, axis in ((False, groups.dense_stats), (True, groups.expert_stats)):
+        zeros = torch.zeros((), dtype=torch.int64, device=device)
+        for param in params:
+            if param.is_counted and param.spec.is_expert == is_expert and param.main.grad is not None:
+                zeros += param.main.grad.numel() - torch.count_nonzero(param.main.grad)
+        if axis.size > 1:
+            all_reduce_sum(zeros, axis)
+        total += int(zeros.item())
+    return total

@@ -1,0 +1,246 @@
+"""The plugin's optimizer as a MegatronOptimizer: what every Megatron trainer expects of one."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+
+from hp_muon_plugin.config.choices import ClipMode, NonFinite
+from hp_muon_plugin.errors import GradientError
+from hp_muon_plugin.megatron.groups import MegatronGroups
+from hp_muon_plugin.megatron.norms import CountedParam, GradNorms, grad_norms, num_zeros
+from hp_muon_plugin.megatron.optimizer_state import load_main_params, sharded_optimizer_state
+from hp_muon_plugin.muon.optimizer import HpMuonOptimizer
+from hp_muon_plugin.muon.routing import Algorithm
+
+logger = logging.getLogger(__name__)
+
+_NORM_EPS = 1e-6  # as in megatron-core's clip_grad_by_total_norm_fp32
+
+
+@dataclass(frozen=True, slots=True)
+class ParamPair:
+    """A parameter of the model and the one that the optimizer updates.
+
+    Attributes:
+        model: The model's parameter; its gradient is in ``main_grad``.
+        main: Its float32 master, or the same object where the model computes in float32.
+    """
+
+    model: torch.nn.Parameter
+    main: torch.nn.Parameter
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether the master is a tensor of its own."""
+        return self.main is not self.model
+
+
+class HpMuonMegatronOptimizer(MegatronOptimizer):  # type: ignore[misc]  # megatron-core is untyped
+    """Muon and AdamW over Megatron's data-parallel wrapper.
+
+    It computes the gradient norm and clips by itself, because a matrix's gradient may be clipped
+    or not by choice, and skips a step whose gradients are not finite, also in bf16 and fp32, where
+    Megatron would take it.
+
+    Args:
+        inner: The optimizer over the main parameters.
+        config: megatron-core's ``OptimizerConfig``; ``clip_grad`` and ``log_num_zeros_in_grad`` count.
+        pairs: Model and main parameters, in the order of the inner optimizer's groups.
+        counted: The same parameters as norms count them.
+        groups: Megatron's groups.
+    """
+
+    def __init__(
+        self,
+        inner: HpMuonOptimizer,
+        config: Any,
+        pairs: Sequence[ParamPair],
+        counted: Sequence[CountedParam],
+        groups: MegatronGroups,
+    ) -> None:
+        super().__init__(inner, config, init_state_fn=lambda optimizer, config=None: optimizer.init_state())
+        self.is_stub_optimizer = False
+        self.grad_stats_parallel_group = groups.dense_stats.group
+        self.grad_norms_last: GradNorms | None = None
+        """Norms of the last step, for metrics."""
+        self._pairs = tuple(pairs)
+        self._counted = tuple(counted)
+        self._groups = groups
+        self._one = torch.ones(1, device=pairs[0].main.device if pairs else "cpu")
+
+    @property
+    def num_skipped(self) -> int:
+        """Steps that were left out because of a NaN or infinite gradient."""
+        return int(self.optimizer.skipped_steps)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of model and main parameters; ``main_grad`` belongs to the wrapper.
+
+        Args:
+            set_to_none: As in torch; False fills with zeros instead.
+        """
+        for pair in self._pairs:
+            for param in {pair.model, pair.main}:
+                if set_to_none or param.grad is None:
+                    param.grad = None
+                else:
+                    param.grad.zero_()
+
+    def get_loss_scale(self) -> torch.Tensor:
+        """``(1,)`` float32, always 1: fp16 is refused."""
+        return self._one
+
+    @torch.no_grad()
+    def prepare_grads(self) -> bool:
+        """Point every main parameter's ``.grad`` at the reduced gradient.
+
+        Returns:
+            Whether a gradient of this rank is NaN or infinite. Ranks agree in :meth:`step` only.
+        """
+        for pair in self._pairs:
+            grad = getattr(pair.model, "main_grad", None)
+            if grad is None:
+                grad = pair.model.grad
+            pair.main.grad = None if grad is None else grad.to(pair.main.dtype)
+        return False
+
+    @torch.no_grad()
+    def get_grad_norm(self) -> float:
+        """Norm over the whole model, the same on every rank."""
+        self.grad_norms_last = grad_norms(self._counted, self._groups)
+        return self.grad_norms_last.total
+
+    def clip_grad_norm(self, clip_grad: float) -> float:
+        """Scale gradients so that their norm is at most ``clip_grad``, and return the norm before.
+
+        Args:
+            clip_grad: Largest norm; 0 only measures.
+
+        Returns:
+            The total norm.
+        """
+        total = self.get_grad_norm()
+        norms, mode = self.grad_norms_last, self.optimizer.config.clip_mode
+        assert norms is not None
+        if clip_grad <= 0 or mode is ClipMode.none:
+            return total
+        counts, norm = None, norms.total
+        if mode is ClipMode.adamw_only:
+            counts, norm = Algorithm.adamw, norms.adamw
+        factor = clip_grad / (norm + _NORM_EPS)
+        if factor < 1.0:
+            chosen = [p.main.grad for p in self._counted if counts in (None, p.algorithm) and p.main.grad is not None]
+            torch._foreach_mul_(chosen, factor)
+        return total
+
+    def count_zeros(self) -> int:
+        """Zeros in the gradients of the whole model, the same on every rank."""
+        return num_zeros(self._counted, self._groups)
+
+    @torch.no_grad()
+    def step_with_ready_grads(self) -> bool:
+        """Update main parameters from ``.grad`` and copy them into the model.
+
+        Returns:
+            True.
+        """
+        self.optimizer.update()
+        self._publish()
+        return True
+
+    @torch.no_grad()
+    def step(self) -> tuple[bool, float | None, int | None]:
+        """One step as Megatron's trainers call it.
+
+        Returns:
+            ``(True, gradient norm, zeros or None)``, or ``(False, None, None)`` for a step that was
+            left out because a gradient on some rank is NaN or infinite. Every rank returns the same.
+
+        Raises:
+            GradientError: Instead of leaving the step out, with ``optimizer.non_finite=error``.
+        """
+        self.prepare_grads()
+        norm = self.clip_grad_norm(self.config.clip_grad)
+        if self.grad_norms_last is None or not self.grad_norms_last.is_finite:
+            self._refuse()
+            return False, None, None
+        zeros = self.count_zeros() if self.config.log_num_zeros_in_grad else None
+        return self.step_with_ready_grads(), norm, zeros
+
+    @torch.no_grad()
+    def reload_model_params(self, state_dict: Any = None) -> None:
+        """Take the model's weights as new main parameters, after they were changed from outside.
+
+        Args:
+            state_dict: Model state of higher precision to take them from (0.14 and later); not
+                needed here, because this optimizer's own state holds the float32 masters.
+        """
+        for pair in self._pairs:
+            if pair.is_copy:
+                pair.main.copy_(pair.model)
+
+    def state_dict(self, is_loading: bool = False) -> dict[str, Any]:
+        """State of this rank.
+
+        Args:
+            is_loading: Create missing state first.
+
+        Returns:
+            ``optimizer`` (state and groups) and ``main_params`` (float32 masters, in order).
+        """
+        if is_loading:
+            self.optimizer.init_state()
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "main_params": [pair.main.detach() for pair in self._pairs if pair.is_copy],
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` or :meth:`sharded_state_dict` gave.
+
+        Args:
+            state_dict: The state.
+        """
+        load_main_params(self.optimizer, [pair.main for pair in self._pairs if pair.is_copy], state_dict)
+        self._publish()
+
+    def sharded_state_dict(
+        self, model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None, **kwargs: Any
+    ) -> Any:
+        """State for megatron-core's distributed checkpoints.
+
+        Args:
+            model_sharded_state_dict: The model's, whose shards tell how each parameter is cut.
+            is_loading: Whether it is to be loaded into.
+            metadata: Ignored; accepted for newer versions.
+            **kwargs: Ignored, likewise.
+
+        Returns:
+            A sharded state dict.
+        """
+        pairs = [(pair.model, pair.main if pair.is_copy else None) for pair in self._pairs]
+        return sharded_optimizer_state(self.state_dict(is_loading), pairs, model_sharded_state_dict)
+
+    def _publish(self) -> None:
+        copies = [pair for pair in self._pairs if pair.is_copy]
+        if copies:
+            torch._foreach_copy_([pair.model for pair in copies], [pair.main for pair in copies])
+
+    def _refuse(self) -> None:
+        names = [
+            p.spec.name
+            for p in self._counted
+            if p.main.grad is not None and not bool(torch.isfinite(p.main.grad).all())
+        ]
+        if self.optimizer.config.non_finite is NonFinite.error:
+            raise GradientError(
+                f"{', '.join(names[:5]) or 'a parameter of another rank'}: gradient is NaN or infinite "
+                "(optimizer.non_finite=error); no weight and no state was changed\n"
+                "  fix: lower the learning rate, look at the data of this step, or set optimizer.non_finite=skip"
+            )
+        self.optimizer.note_skipped(names)

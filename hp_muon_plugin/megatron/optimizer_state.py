@@ -1,0 +1,66 @@
+"""Optimizer state in the forms that megatron-core's checkpoints take."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hp_muon_plugin.muon.optimizer import HpMuonOptimizer
+
+_COMMON_STEP = "common_step"
+
+
+def load_main_params(optimizer: HpMuonOptimizer, mains: Sequence[torch.nn.Parameter], state: dict[str, Any]) -> None:
+    """Load optimizer state and float32 masters.
+
+    Args:
+        optimizer: Receives the state.
+        mains: Masters, in the order in which they were saved.
+        state: From ``state_dict`` or a loaded ``sharded_state_dict``.
+    """
+    inner = dict(state["optimizer"])
+    inner["state"] = dict(inner["state"])
+    common = inner["state"].pop(_COMMON_STEP, None)
+    if common is not None:
+        for entry in inner["state"].values():
+            if "exp_avg" in entry:
+                entry["step"] = torch.as_tensor(common, dtype=torch.float32).clone().reshape(())
+    optimizer.load_state_dict(inner)
+    for main, saved in zip(mains, state["main_params"], strict=True):
+        main.copy_(saved)
+
+
+def sharded_optimizer_state(
+    state: dict[str, Any],
+    pairs: Sequence[tuple[torch.nn.Parameter, torch.nn.Parameter | None]],
+    model_state: Any,
+) -> dict[str, Any]:
+    """Give every state tensor the shards of its parameter.
+
+    Args:
+        state: From ``state_dict``.
+        pairs: Model parameter and its master (None without one), in the optimizer's order.
+        model_state: The model's sharded state dict.
+
+    Returns:
+        ``state`` with ShardedTensors; the AdamW step count, which all parameters share, apart.
+    """
+    from megatron.core.dist_checkpointing.optimizer import (
+        get_param_id_to_sharded_param_map,
+        make_sharded_optimizer_tensor,
+        optim_state_to_sharding_state,
+    )
+
+    shards = get_param_id_to_sharded_param_map(model_state, (model for model, _ in pairs))
+    with_master = [(index, main) for index, (_, main) in enumerate(pairs) if main is not None]
+    state["main_params"] = [
+        make_sharded_optimizer_tensor(shards[index], main.detach(), prefix="optimizer.state.fp32_param")
+        for index, main in with_master
+    ]
+    inner = state["optimizer"]
+    steps = [float(entry["step"]) for entry in inner["state"].values() if "step" in entry]
+    assert len(set(steps)) <= 1, f"AdamW step counts differ: {sorted(set(steps))}"
+    optim_state_to_sharding_state(inner, shards, exclude_keys="step")
+    if steps:
+        inner["state"][_COMMON_STEP] = steps[0]
+    return state
