@@ -1,0 +1,90 @@
+"""Hydra's and OmegaConf's errors in one message with the fix."""
+
+import re
+from dataclasses import fields, is_dataclass
+
+from hp_muon_plugin.config.optimizer import AdamW, HpMuon, ScalarAdamW
+from hp_muon_plugin.config.options import nearest
+from hp_muon_plugin.config.trainer import (
+    MLA,
+    Data,
+    DataParallel,
+    Logger,
+    LrSchedule,
+    Model,
+    MoE,
+    Platform,
+    Run,
+    Topology,
+    Train,
+)
+
+_CLASSES = (
+    HpMuon,
+    AdamW,
+    ScalarAdamW,
+    Train,
+    Model,
+    MoE,
+    MLA,
+    Data,
+    DataParallel,
+    Logger,
+    LrSchedule,
+    Platform,
+    Run,
+    Topology,
+)
+_UNKNOWN_KEY = re.compile(r"Key '([^']+)' (?:is )?not in '([^']+)'")
+_UNKNOWN_CHOICE = re.compile(r"Could not find '([^']+)/([^/']+)'")
+
+
+def explain(error: BaseException, overrides: list[str]) -> str:
+    """One readable message.
+
+    Args:
+        error: What Hydra or OmegaConf raised.
+        overrides: What the user wrote.
+
+    Returns:
+        The message, with a line that begins with ``fix:``.
+    """
+    text = _chain(error)
+    unknown = _UNKNOWN_KEY.search(text)
+    if unknown:
+        return _unknown_key(unknown[1], unknown[2], overrides)
+    choice = _UNKNOWN_CHOICE.search(text)
+    if choice:
+        return _unknown_choice(choice[1], choice[2], text)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    kept = [line for line in lines if not line.startswith(("full_key:", "object_type=", "reference_type="))]
+    return "\n".join(dict.fromkeys(kept)) + "\n  fix: `hp-muon train --cfg job` prints every option with its value"
+
+
+def _chain(error: BaseException) -> str:
+    texts: list[str] = []
+    current: BaseException | None = error
+    while current is not None:
+        texts.append(str(current))
+        current = current.__cause__
+    return "\n".join(texts)
+
+
+def _unknown_key(key: str, owner: str, overrides: list[str]) -> str:
+    owners = [cls for cls in _CLASSES if cls.__name__ == owner and is_dataclass(cls)]
+    names = [field.name for cls in owners for field in fields(cls)]
+    written = next((o for o in overrides if re.search(rf"(^|\.){re.escape(key)}=", o)), key)
+    guess = nearest(key, names)
+    if guess:
+        fix = f"did you mean {written.partition('=')[0].removesuffix(key)}{guess}?"
+    else:
+        fix = f"options there are: {', '.join(names)}" if names else "`hp-muon train --cfg job` prints every option"
+    return f"{written}: there is no such option\n  fix: {fix}"
+
+
+def _unknown_choice(group: str, name: str, text: str) -> str:
+    listed = re.search(r"Available options in '[^']+':\n((?:\s+\S+\n?)+)", text)
+    available = [item for item in (listed[1].split() if listed else []) if not item.endswith("_schema")]
+    guess = nearest(name, available)
+    fix = f"did you mean {group}={guess}?" if guess else f"choose among {', '.join(available)}"
+    return f"{group}={name}: there is no such choice (there are: {', '.join(available)})\n  fix: {fix}"

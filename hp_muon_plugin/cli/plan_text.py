@@ -1,0 +1,77 @@
+"""What ``run.dry=true`` prints: ranks, batches, routing, and the Muon step of the busiest rank."""
+
+from hp_muon_plugin.config.checks import data_parallel_size
+from hp_muon_plugin.config.choices import DataKind
+from hp_muon_plugin.config.optimizer import HpMuon
+from hp_muon_plugin.config.trainer import Train
+from hp_muon_plugin.layout.spec import ParamSpec
+from hp_muon_plugin.models.gpt_specs import gpt_specs, padded_vocab_size, stage_specs
+from hp_muon_plugin.muon.plan import MuonPlan, build_plan
+from hp_muon_plugin.muon.routing import Algorithm, route_parameters
+from hp_muon_plugin.muon.table import format_table, table_rows
+
+_PYDOC_VOCAB = 257
+
+
+def plan_text(config: Train, world_size: int) -> str:
+    """The plan of a run, computed without a device, torch.distributed or a model.
+
+    Args:
+        config: Checked options.
+        world_size: Ranks.
+
+    Returns:
+        Text without a final newline.
+    """
+    topology, run = config.topology, config.run
+    dp = data_parallel_size(topology, world_size)
+    edp = world_size // (topology.ep * topology.etp * topology.pp)
+    micro = run.global_batch_size // (run.micro_batch_size * dp)
+    options = config.optimizer if isinstance(config.optimizer, HpMuon) else HpMuon()
+    vocab = config.data.vocab_size or _PYDOC_VOCAB
+    assert config.data.kind is DataKind.pydoc or config.data.vocab_size is not None
+    padded = padded_vocab_size(vocab, config.model, topology)
+    specs = gpt_specs(config.model, topology, padded, options)
+    tokens = run.global_batch_size * config.model.seq_length
+    lines = [
+        f"ranks      {world_size} = tp {topology.tp} x pp {topology.pp} x dp {dp}; "
+        f"experts: etp {topology.etp} x ep {topology.ep} x pp {topology.pp} x expert-dp {edp}",
+        f"batch      {run.global_batch_size} samples of {config.model.seq_length} tokens = {tokens:,} tokens per step; "
+        f"{micro} micro-batches of {run.micro_batch_size} on each rank",
+        f"steps      {run.steps}, {run.steps * tokens:,} tokens",
+        f"model      {config.model.name}: {sum(spec.numel for spec in specs):,} parameters, vocabulary {vocab} "
+        f"padded to {padded}, {config.platform.precision}",
+        f"data       {config.data.kind}, {config.dp.name}",
+    ]
+    if not isinstance(config.optimizer, HpMuon):
+        return "\n".join([*lines, f"optimizer  {config.optimizer.name}: Megatron's own"])
+    return "\n".join([*lines, "", *_muon_lines(config, specs, options)])
+
+
+def _muon_lines(config: Train, specs: list[ParamSpec], options: HpMuon) -> list[str]:
+    routes = route_parameters(specs, muon_params=options.muon_params, adamw_params=options.adamw_params)
+    muon = {route.spec.name for route in routes if route.algorithm is Algorithm.muon}
+    plans = []
+    for stage in range(config.topology.pp):
+        held = stage_specs(specs, config.model, config.topology, stage=stage, ep=0)
+        plans.append(build_plan([spec for spec in held if spec.name in muon], options))
+    busiest = max(range(len(plans)), key=lambda stage: plans[stage].flops)
+    return [
+        format_table(table_rows(routes, options)),
+        "",
+        f"Muon step of a rank of pipeline stage {busiest} (the busiest):",
+        *_plan_lines(plans[busiest]),
+    ]
+
+
+def _plan_lines(plan: MuonPlan) -> list[str]:
+    lines = [
+        f"  {plan.num_matrices} matrices, {plan.flops / 1e9:.3f} GFLOP of Newton-Schulz "
+        f"({len(plan.coefficients)} steps), {plan.state_bytes() / 2**20:.3f} MiB of momentum, "
+        f"{plan.received_bytes / 2**20:.3f} MiB received"
+    ]
+    for stage in plan.stages:
+        how = f"all-gather over {stage.axis} ({stage.size} ranks)" if stage.axis else "whole on every rank"
+        shapes = ", ".join(f"{batch.count}x[{batch.short},{batch.long}]" for batch in stage.batches)
+        lines.append(f"  {how}: {shapes}")
+    return lines

@@ -1,0 +1,1 @@
+"""megatron-core model builders."""

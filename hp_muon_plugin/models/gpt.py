@@ -1,0 +1,142 @@
+"""megatron-core's own GPTModel from our options, on every tested version."""
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from hp_muon_plugin.config.choices import Precision
+from hp_muon_plugin.config.trainer import Model, Topology
+from hp_muon_plugin.errors import ConfigError
+
+
+def transformer_config(model: Model, topology: Topology, precision: Precision) -> TransformerConfig:
+    """megatron-core's configuration of the model.
+
+    Args:
+        model: Options.
+        topology: Options.
+        precision: Compute type.
+
+    Returns:
+        The configuration. Fusions that need Transformer Engine, Apex or CUDA are off.
+    """
+    dtype = torch.bfloat16 if precision is Precision.bf16 else torch.float32
+    values: dict[str, Any] = {
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "ffn_hidden_size": model.ffn_hidden_size,
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "qk_layernorm": model.qk_layernorm,
+        "init_method_std": model.init_std,
+        "attention_softmax_in_fp32": True,
+        "bf16": precision is Precision.bf16,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "tensor_model_parallel_size": topology.tp,
+        "pipeline_model_parallel_size": topology.pp,
+        "sequence_parallel": topology.sequence_parallel,
+        "use_cpu_initialization": False,
+        "gradient_accumulation_fusion": False,
+        "masked_softmax_fusion": False,
+        "bias_dropout_fusion": False,
+        "bias_activation_fusion": False,
+        "apply_rope_fusion": False,
+        "persist_layer_norm": False,
+    }
+    if model.moe is not None:
+        values |= _moe_values(model, topology)
+    cls = TransformerConfig
+    if model.mla is not None:
+        cls = MLATransformerConfig
+        values |= {"multi_latent_attention": True, "rope_type": "rope", "rotary_base": model.rotary_base}
+        values |= {field.name: getattr(model.mla, field.name) for field in fields(model.mla)}
+    else:
+        values["num_query_groups"] = model.num_query_groups
+    known = {field.name for field in fields(cls)}
+    if "transformer_impl" in known:
+        values["transformer_impl"] = "local"
+    unknown = sorted(set(values) - known)
+    assert not unknown, unknown
+    return cls(**values)
+
+
+def _moe_values(model: Model, topology: Topology) -> dict[str, Any]:
+    moe = model.moe
+    assert moe is not None
+    return {
+        "num_moe_experts": moe.num_experts,
+        "moe_ffn_hidden_size": moe.ffn_hidden_size,
+        "moe_router_topk": moe.top_k,
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": moe.aux_loss_coeff,
+        "moe_grouped_gemm": moe.grouped_gemm,
+        "moe_token_dispatcher_type": str(moe.dispatcher),
+        "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size,
+        "expert_model_parallel_size": topology.ep,
+        "expert_tensor_parallel_size": topology.etp,
+    }
+
+
+def build_gpt(config: TransformerConfig, model: Model, vocab_size: int) -> torch.nn.Module:
+    """The part of the model that belongs to this pipeline stage.
+
+    Args:
+        config: From :func:`transformer_config`. Parallel state must be initialised.
+        model: Options.
+        vocab_size: Padded vocabulary.
+
+    Returns:
+        A ``GPTModel``, inside ``Float16Module`` for bf16.
+
+    Raises:
+        ConfigError: If megatron-core cannot build it on this machine.
+    """
+    spec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=model.mla is not None,
+        normalization="RMSNorm",
+    )
+    module = _explained(
+        lambda: GPTModel(
+            config,
+            spec,
+            vocab_size=vocab_size,
+            max_sequence_length=model.seq_length,
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
+            position_embedding_type="rope",
+            rotary_base=model.rotary_base,
+            share_embeddings_and_output_weights=model.tie_embeddings,
+        ),
+        model,
+    )
+    return Float16Module(config, module) if config.bf16 else module
+
+
+def _explained(build: Callable[[], torch.nn.Module], model: Model) -> torch.nn.Module:
+    try:
+        return build()
+    except (ImportError, AssertionError) as error:
+        if model.moe is None or not model.moe.grouped_gemm:
+            raise
+        raise ConfigError(
+            "model.moe.grouped_gemm",
+            True,
+            f"megatron-core has no kernel for its grouped experts here ({error})",
+            "set model.moe.grouped_gemm=false, or install Transformer Engine or grouped_gemm",
+        ) from error

@@ -1,0 +1,206 @@
+"""The training loop: Megatron's forward-backward, the optimizer, metrics, evaluation."""
+
+import functools
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from hp_muon_plugin.config.trainer import Train
+from hp_muon_plugin.errors import GradientError
+from hp_muon_plugin.platform.base import Platform
+from hp_muon_plugin.train.data import Batch, TrainingData, micro_batches
+from hp_muon_plugin.train.metrics import MetricLog
+from hp_muon_plugin.train.progress import Display
+
+_MAX_SKIPPED_IN_A_ROW = 20
+
+
+@dataclass(slots=True)
+class Result:
+    """What a run ended with; every rank holds it.
+
+    Attributes:
+        losses: Training loss (nats per token) of every step.
+        held_out: Held-out loss after each evaluated step.
+        num_skipped: Steps left out because of a NaN or infinite gradient.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    held_out: dict[int, float] = field(default_factory=dict)
+    num_skipped: int = 0
+
+
+class Trainer:
+    """One run on one rank. All methods are collective.
+
+    Args:
+        config: Options.
+        model: Wrapped model chunk of this pipeline stage.
+        optimizer: A MegatronOptimizer.
+        schedule: An OptimizerParamScheduler.
+        data: Datasets.
+        platform: Platform.
+        log: Metric sinks, on rank 0.
+        display: Progress display.
+    """
+
+    def __init__(
+        self,
+        config: Train,
+        model: Any,
+        optimizer: Any,
+        schedule: Any,
+        *,
+        data: TrainingData,
+        platform: Platform,
+        log: MetricLog | None,
+        display: Display,
+    ) -> None:
+        self._config = config
+        self._model = model
+        self._optimizer = optimizer
+        self._schedule = schedule
+        self._data = data
+        self._platform = platform
+        self._log = log
+        self._display = display
+        self._dp_rank = parallel_state.get_data_parallel_rank()
+        self._dp_size = parallel_state.get_data_parallel_world_size()
+        length = config.model.seq_length
+        mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=platform.device())
+        self._causal_mask = torch.triu(mask, diagonal=1)  # (1, 1, S, S) bool, True = hidden
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches per step on each rank."""
+        run = self._config.run
+        return run.global_batch_size // (run.micro_batch_size * int(self._dp_size))
+
+    def train(self) -> Result:
+        """Run all steps.
+
+        Returns:
+            Losses and held-out losses.
+
+        Raises:
+            GradientError: If 20 steps in a row had to be left out.
+        """
+        run, result, skipped = self._config.run, Result(), 0
+        batches = self._batches(self._data.train)
+        for step in range(1, run.steps + 1):
+            began = time.perf_counter()
+            loss, succeeded, norm, optimizer_ms = self._step(batches)
+            skipped = 0 if succeeded else skipped + 1
+            result.num_skipped += not succeeded
+            if skipped == _MAX_SKIPPED_IN_A_ROW:
+                raise GradientError(
+                    f"{skipped} steps in a row had a NaN or infinite gradient; the last one was step {step}\n"
+                    "  fix: lower optimizer.lr, or look for the layer that overflows"
+                )
+            result.losses.append(loss)
+            seconds = time.perf_counter() - began
+            self._report(step, loss, norm, seconds, optimizer_ms, succeeded)
+            if step % run.eval_interval == 0 or step == run.steps:
+                result.held_out[step] = self.evaluate()
+                self._report_held_out(step, result.held_out[step])
+        return result
+
+    def evaluate(self) -> float:
+        """Loss on the held-out text, in nats per token; every rank holds it."""
+        batches = self._batches(self._data.held_out)
+        self._model.eval()
+        with torch.no_grad():
+            losses = [self._forward_backward(batches, forward_only=True) for _ in range(self._config.run.eval_batches)]
+        self._model.train()
+        return math.fsum(losses) / len(losses)
+
+    def _step(self, batches: Iterator[Batch]) -> tuple[float, bool, float | None, float]:
+        self._model.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        loss = self._forward_backward(batches, forward_only=False)
+        self._platform.synchronize()
+        began = time.perf_counter()
+        succeeded, norm, _ = self._optimizer.step()
+        self._platform.synchronize()
+        optimizer_ms = 1e3 * (time.perf_counter() - began)
+        if succeeded:
+            self._schedule.step(increment=1)
+        return loss, bool(succeeded), None if norm is None else float(norm), optimizer_ms
+
+    def _forward_backward(self, batches: Iterator[Batch], *, forward_only: bool) -> float:
+        run = get_forward_backward_func()
+        reduced = run(
+            forward_step_func=self._forward_step,
+            data_iterator=batches,
+            model=self._model,
+            num_microbatches=self.num_micro_batches,
+            seq_length=self._config.model.seq_length,
+            micro_batch_size=self._config.run.micro_batch_size,
+            forward_only=forward_only,
+        )
+        own = torch.stack([entry["loss"] for entry in reduced]).mean() if reduced else torch.zeros(())
+        # Only last stages have a loss, and tensor-parallel ranks have the same one: the sum over all
+        # ranks is the mean loss times (data-parallel ranks * tensor-parallel ranks). One float32.
+        total = own.float().to(self._platform.device()).reshape(1)
+        dist.all_reduce(total)
+        return float(total.item() / (self._dp_size * parallel_state.get_tensor_model_parallel_world_size()))
+
+    def _forward_step(self, batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+        batch = next(batches)
+        losses = model(batch.tokens, batch.position_ids, self._causal_mask, labels=batch.labels)
+        return losses, functools.partial(_mean_loss, batch.loss_mask)
+
+    def _batches(self, dataset: Any) -> Iterator[Batch]:
+        return micro_batches(
+            dataset,
+            self._config,
+            first_sample=0,
+            dp_rank=self._dp_rank,
+            dp_size=self._dp_size,
+            device=self._platform.device(),
+        )
+
+    def _report(
+        self, step: int, loss: float, norm: float | None, seconds: float, optimizer_ms: float, succeeded: bool
+    ) -> None:
+        run = self._config.run
+        tokens = run.global_batch_size * self._config.model.seq_length / seconds
+        memory = self._platform.memory_bytes() / 2**20
+        is_logged = step % run.log_interval == 0 or step in (1, run.steps) or not succeeded
+        values = f"loss {loss:.4f}  {tokens:,.0f} tokens/s  optimizer {optimizer_ms:.1f} ms  {memory:,.0f} MiB"
+        self._display.update(step, values if succeeded else f"{values}  SKIPPED", is_logged=is_logged)
+        if self._log is not None:
+            rates = {f"lr/{g.get('algorithm', 'adamw')}": g["lr"] for g in self._optimizer.param_groups if g["params"]}
+            self._log.write(
+                step,
+                {
+                    "loss/train": loss,
+                    "grad_norm": norm,
+                    "skipped": int(not succeeded),
+                    "throughput/tokens_per_s": round(tokens, 1),
+                    "optim/step_ms": round(optimizer_ms, 3),
+                    "memory/rank0_mib": round(memory, 1),
+                    **rates,
+                },
+            )
+
+    def _report_held_out(self, step: int, loss: float) -> None:
+        self._display.line(
+            f"step {step}: held-out loss {loss:.4f} nats/token "
+            f"(unigram entropy of the text: {self._data.unigram_nats:.4f})"
+        )
+        if self._log is not None:
+            self._log.write(step, {"loss/held_out": loss, "loss/unigram_entropy": self._data.unigram_nats})
+
+
+def _mean_loss(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Mean loss of the counted tokens: losses and mask are ``(B, S)``."""
+    mean = (losses.float() * mask).sum() / mask.sum().clamp(min=1)
+    return mean, {"loss": mean.detach().clone()}  # the schedule divides the first one in place

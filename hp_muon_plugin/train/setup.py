@@ -1,0 +1,187 @@
+"""From options to a model, an optimizer and a schedule that are ready to step."""
+
+import datetime
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hp_muon_plugin.config.choices import Decay, PlatformName, Precision
+from hp_muon_plugin.config.optimizer import AdamW, HpMuon
+from hp_muon_plugin.config.trainer import Topology, Train
+from hp_muon_plugin.platform.base import Platform
+
+_SEED_STEP_PER_STAGE = 100  # as in megatron.training: stages draw different weights
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """This process's place in the job.
+
+    Attributes:
+        rank: Global rank.
+        world_size: Ranks.
+        local_rank: Place on this machine.
+        init_method: How ranks find each other, as torch.distributed takes it.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    init_method: str
+
+    @classmethod
+    def from_environment(cls) -> "Launch":
+        """Read what torchrun or our launcher put into the environment."""
+        get = os.environ.get
+        rank, world_size = int(get("RANK", "0")), int(get("WORLD_SIZE", "1"))
+        return cls(rank, world_size, int(get("LOCAL_RANK", str(rank))), get("HP_MUON_INIT_METHOD", "env://"))
+
+
+def start_ranks(platform: Platform, topology: Topology, launch: Launch) -> None:
+    """Join the job and initialise Megatron's parallel state. Collective.
+
+    Args:
+        platform: Chosen platform.
+        topology: Options.
+        launch: This process's place.
+    """
+    torch.set_num_threads(topology.threads)
+    platform.prepare(launch.local_rank)
+    if platform.name is PlatformName.cpu:
+        from hp_muon_plugin.megatron.cpu_fixes import apply_cpu_fixes
+
+        apply_cpu_fixes()
+    dist.init_process_group(
+        platform.backend,
+        init_method=launch.init_method,
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=datetime.timedelta(seconds=topology.timeout_s),
+    )
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=topology.tp,
+        pipeline_model_parallel_size=topology.pp,
+        expert_model_parallel_size=topology.ep,
+        expert_tensor_parallel_size=topology.etp,
+        distributed_timeout_minutes=topology.timeout_s / 60,  # becomes a timedelta, so a fraction is fine
+    )
+
+
+def seed_everything(seed: int) -> None:
+    """Seed torch and Megatron's random-state tracker as megatron.training does.
+
+    Args:
+        seed: The run's seed. Pipeline stages get different ones, data-parallel ranks the same.
+    """
+    from megatron.core import parallel_state, tensor_parallel
+
+    seed += _SEED_STEP_PER_STAGE * parallel_state.get_pipeline_model_parallel_rank()
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def build_model(config: Train, vocab_size: int, platform: Platform) -> tuple[torch.nn.Module, Any]:
+    """The model inside Megatron's DistributedDataParallel.
+
+    Args:
+        config: Options.
+        vocab_size: Token ids before padding.
+        platform: Where it goes.
+
+    Returns:
+        The wrapped chunk of this pipeline stage, and its TransformerConfig.
+    """
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+
+    from hp_muon_plugin.models.gpt import build_gpt, transformer_config
+    from hp_muon_plugin.models.gpt_specs import padded_vocab_size
+
+    model, topology = config.model, config.topology
+    core_config = transformer_config(model, topology, config.platform.precision)
+    module = build_gpt(core_config, model, padded_vocab_size(vocab_size, model, topology)).to(platform.device())
+    if config.run.canonical_init:
+        from hp_muon_plugin.models.canonical_init import initialize_canonically
+
+        initialize_canonically(module, seed=config.run.seed, std=model.init_std)
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=config.dp.grad_reduce_in_fp32,
+        overlap_grad_reduce=config.dp.overlap_grad_reduce,
+        bucket_size=config.dp.bucket_size,
+    )
+    wrapped = DistributedDataParallel(core_config, ddp_config, module)
+    core_config.finalize_model_grads_func = finalize_model_grads
+    if config.dp.overlap_grad_reduce:
+        core_config.no_sync_func = wrapped.no_sync
+    return wrapped, core_config
+
+
+def build_optimizer(config: Train, model: torch.nn.Module) -> Any:
+    """The optimizer from Megatron's own factory: the plugin's through its hook, or Megatron's AdamW.
+
+    Args:
+        config: Options.
+        model: The wrapped model chunk.
+
+    Returns:
+        A MegatronOptimizer.
+    """
+    from megatron.core import optimizer as factory
+
+    from hp_muon_plugin.megatron.param_groups import standard_overrides
+
+    options: HpMuon | AdamW = config.optimizer
+    adamw = options.adamw if isinstance(options, HpMuon) else options
+    core_config = factory.OptimizerConfig(
+        optimizer="hp_muon" if isinstance(options, HpMuon) else "adam",
+        lr=options.lr,
+        min_lr=options.lr * config.lr_schedule.min_ratio,
+        weight_decay=options.weight_decay,
+        adam_beta1=adamw.betas[0],
+        adam_beta2=adamw.betas[1],
+        adam_eps=adamw.eps,
+        clip_grad=options.clip_grad,
+        bf16=config.platform.precision is Precision.bf16,
+        params_dtype=torch.bfloat16 if config.platform.precision is Precision.bf16 else torch.float32,
+    )
+    if isinstance(options, HpMuon):
+        from hp_muon_plugin.megatron import install
+
+        install(options)
+    return factory.get_megatron_optimizer(core_config, [model], **standard_overrides(core_config))
+
+
+def build_schedule(config: Train, optimizer: Any) -> Any:
+    """Megatron's own learning-rate schedule, counted in optimizer steps.
+
+    Args:
+        config: Options.
+        optimizer: The optimizer whose groups it writes.
+
+    Returns:
+        An OptimizerParamScheduler.
+    """
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    options, schedule = config.optimizer, config.lr_schedule
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=options.lr,
+        min_lr=options.lr * (1.0 if schedule.decay is Decay.constant else schedule.min_ratio),
+        lr_warmup_steps=schedule.warmup_steps,
+        lr_decay_steps=config.run.steps,
+        lr_decay_style=str(schedule.decay),
+        start_wd=options.weight_decay,
+        end_wd=options.weight_decay,
+        wd_incr_steps=config.run.steps,
+        wd_incr_style="constant",
+    )
