@@ -1,0 +1,52 @@
+"""The float64 trajectory: a real model on one rank, its optimizer replaced by the reference."""
+
+import math
+from typing import Any
+
+import torch
+
+from hp_muon_plugin.config.optimizer import HpMuon
+from hp_muon_plugin.muon.coefficients import resolve_schedule
+from hp_muon_plugin.muon.reference import ReferenceAdamW, ReferenceMuon
+from hp_muon_plugin.muon.routing import Algorithm, default_route
+from lane.harness import Ready, batches, specs_of
+
+
+def train_with_oracle(ready: Ready, steps: int) -> dict[str, Any]:
+    """Train on one rank; every update is computed in float64 and rounded once into the weight."""
+    options = ready.config.optimizer
+    assert isinstance(options, HpMuon)
+    specs = specs_of(ready)
+    coefficients = resolve_schedule(options.schedule, steps=options.steps)
+    rules: dict[torch.nn.Parameter, Any] = {}
+    for param, spec in specs.items():
+        if default_route(spec)[0] is Algorithm.muon:
+            assert spec.view is not None
+            rules[param] = ReferenceMuon(
+                spec.view,
+                coefficients,
+                momentum=options.momentum,
+                nesterov=options.nesterov,
+                scale=options.scale,
+                factor=options.scale_factor,
+            )
+        else:
+            beta1, beta2 = options.adamw.betas
+            rules[param] = ReferenceAdamW((beta1, beta2), options.adamw.eps)
+    stream, norms, losses = batches(ready.config, 0, 1), [], []
+    for _ in range(steps):
+        ready.model.zero_grad_buffer()
+        losses.append(ready.trainer._forward_backward(stream, forward_only=False))
+        grads = {param: param.main_grad.double() for param in specs}
+        norm = math.sqrt(sum(float(grad.square().sum()) for grad in grads.values()))
+        norms.append(norm)
+        factor = min(1.0, options.clip_grad / (norm + 1e-6)) if options.clip_grad else 1.0
+        lr = {group["algorithm"]: group["lr"] for group in ready.optimizer.param_groups}
+        with torch.no_grad():
+            for param, rule in rules.items():
+                decay = options.weight_decay if param.dim() > 1 else 0.0
+                kind = "muon" if isinstance(rule, ReferenceMuon) else "adamw"
+                param.copy_(rule.step(param, grads[param] * factor, lr=lr[kind], weight_decay=decay))
+        ready.schedule.step(increment=1)
+    weights = {spec.name: param.detach().clone() for param, spec in specs.items()}
+    return {"weights": weights, "norms": norms, "losses": losses}
