@@ -1,0 +1,140 @@
+"""The test run: lint, tests, and one lane per megatron-core version that an interpreter is found for.
+
+`make test` calls this from .venv. The lane of .venv's own megatron-core runs there; each other lane
+gets an environment of its own under .nox.
+"""
+
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import nox
+
+nox.options.reuse_existing_virtualenvs = True
+nox.options.stop_on_first_error = False
+
+# megatron-core version -> Python versions that it can be installed on, best first.
+LANES = {
+    "0.12.1": ("3.11",),
+    "0.16.1": ("3.11",),
+    "0.19.2": ("3.12", "3.13"),
+}
+LANE_PACKAGES = ("psutil", "einops", "pytest", "pytest-timeout", "hypothesis", "tensorboard")
+RESULTS: list[str] = []
+
+
+def interpreter(versions: tuple[str, ...]) -> str | None:
+    """Path of an interpreter of one of these versions: the running one, on PATH, or of pyenv."""
+    for version in versions:
+        if version == f"{sys.version_info.major}.{sys.version_info.minor}":
+            return sys.executable
+        for candidate in (shutil.which(f"python{version}"), pyenv_python(version)):
+            if candidate and runs(candidate, version):
+                return candidate
+    return None
+
+
+def pyenv_python(version: str) -> str | None:
+    """The newest Python of this minor version that pyenv holds."""
+    if shutil.which("pyenv") is None:
+        return None
+    listed = subprocess.run(["pyenv", "versions", "--bare"], capture_output=True, text=True, check=False).stdout
+    matching = [line.strip() for line in listed.splitlines() if line.strip().startswith(f"{version}.")]
+    if not matching:
+        return None
+    newest = max(matching, key=lambda name: [int(piece) for piece in name.split(".") if piece.isdigit()])
+    prefix = subprocess.run(["pyenv", "prefix", newest], capture_output=True, text=True, check=False).stdout.strip()
+    return str(Path(prefix) / "bin" / "python") if prefix else None
+
+
+def runs(python: str, version: str) -> bool:
+    """Whether an interpreter starts and is of this version (pyenv's shims exist for versions that do not)."""
+    return python_version(python) == version
+
+
+def python_version(python: str) -> str:
+    """Major and minor version of an interpreter."""
+    code = "import sys; print('%d.%d' % sys.version_info[:2])"
+    return subprocess.run([python, "-c", code], capture_output=True, text=True, check=False).stdout.strip()
+
+
+def installed_lane() -> str | None:
+    """The lane of the environment that nox itself runs in."""
+    try:
+        version = metadata.version("megatron-core")
+    except metadata.PackageNotFoundError:
+        return None
+    return version if version in LANES else None
+
+
+def tool(name: str) -> str:
+    """A command of the environment that nox runs in."""
+    return str(Path(sys.executable).parent / name)
+
+
+@nox.session(venv_backend="none")
+def lint(session: nox.Session) -> None:
+    """Format, lint, types, import rule."""
+    session.run(tool("ruff"), "format", "--check", ".")
+    session.run(tool("ruff"), "check", ".")
+    session.run(tool("mypy"))
+    session.run(tool("lint-imports"), "--cache-dir", ".import_linter_cache")
+    RESULTS.append("lint: passed")
+
+
+@nox.session(venv_backend="none")
+def tests(session: nox.Session) -> None:
+    """All tests but the lanes'."""
+    session.run(sys.executable, "-m", "pytest", "-m", "not lane and not gpu and not npu", *session.posargs)
+    RESULTS.append("tests: passed")
+
+
+def lane_in_place(session: nox.Session) -> None:
+    """The lane tests in the environment that nox runs in."""
+    version = installed_lane()
+    if version is None:
+        session.skip("the main environment has no megatron-core of a tested version")
+    session.run(sys.executable, "-m", "pytest", "-m", "lane", *session.posargs)
+    RESULTS.append(f"lane megatron-core {version} on Python {sys.version_info.major}.{sys.version_info.minor}: passed")
+
+
+def lane_apart(session: nox.Session, version: str) -> None:
+    """The lane tests in an environment of their own."""
+    pip = ("python", "-m", "pip", "install", "--quiet", "--constraint", "constraints.txt")
+    session.run(*pip, "torch")
+    session.run(*pip, "--editable", ".", f"megatron-core=={version}", *LANE_PACKAGES)
+    session.run("python", "-m", "pytest", "-m", "lane", *session.posargs)
+    RESULTS.append(f"lane megatron-core {version} on Python {python_version(str(session.python))}: passed")
+
+
+def register_lanes() -> None:
+    """One session per lane, named after its version."""
+    here = installed_lane()
+    for version, pythons in LANES.items():
+        name = f"lane-{version}"
+        if version == here:
+            nox.session(venv_backend="none", name=name)(lambda session: lane_in_place(session))
+            continue
+        python = interpreter(pythons)
+        if python is None:
+            reason = f"lane megatron-core {version}: not run, no Python {' or '.join(pythons)} found"
+            RESULTS.append(reason)
+            continue
+
+        def run(session: nox.Session, version: str = version) -> None:
+            lane_apart(session, version)
+
+        nox.session(python=python, venv_backend="venv", name=name)(run)
+
+
+register_lanes()
+
+
+@nox.session(venv_backend="none")
+def summary(session: nox.Session) -> None:
+    """Say which lanes ran."""
+    session.log("what ran:")
+    for line in RESULTS:
+        session.log(f"  {line}")
