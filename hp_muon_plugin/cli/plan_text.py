@@ -72,6 +72,8 @@ def _plan_lines(plan: MuonPlan) -> list[str]:
     ]
     for stage in plan.stages:
         how = f"all-gather over {stage.axis} ({stage.size} ranks)" if stage.axis else "whole on every rank"
-        shapes = ", ".join(f"{batch.count}x[{batch.short},{batch.long}]" for batch in stage.batches)
-        lines.append(f"  {how}: {shapes}")
+        lines.append(f"  {how}:")
+        for batch in stage.batches:
+            shapes = ", ".join(f"{family.count}x[{family.rows},{family.cols}]" for family in batch.families)
+            lines.append(f"    short side {batch.short}, {batch.algorithm}: {shapes}")
     return lines

@@ -24,7 +24,9 @@ class Schedule(StrEnum):
     you = "you"
     polar_express = "polar_express"
     cans = "cans"
+    asym5 = "asym5"
     deepseek_v4 = "deepseek_v4"
+    cubic = "cubic"
     custom = "custom"
 
 

@@ -54,7 +54,9 @@ class HpMuon:
     coefficients: list[list[float]] | None = None
     """Rows ``[a, b, c]`` for ``schedule=custom``."""
     ns_dtype: FloatDtype | None = None
-    """Type that Newton-Schulz iterates in; null lets the platform choose (float32 on CPU)."""
+    """Type that Newton-Schulz computes in; null lets the table of algorithms choose (float32 on CPU)."""
+    ns_table: str | None = None
+    """File of measured algorithms, from ``hp-muon bench newton-schulz --calibrate``; null for the built-in table."""
     momentum_dtype: FloatDtype = FloatDtype.float32
     """Type in which momentum is stored."""
     split_qkv: bool = True

@@ -18,6 +18,15 @@ _KELLER: Coefficients = (3.4445, -4.7750, 2.0315)
 _TAYLOR: Coefficients = (1.875, -1.25, 0.375)
 
 
+_YOU: tuple[Coefficients, ...] = (
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+)
+
+
 @dataclass(frozen=True, slots=True)
 class ScheduleSpec:
     """A named schedule.
@@ -26,7 +35,7 @@ class ScheduleSpec:
         rows: ``(a, b, c)`` of every step that the schedule is made for.
         extension: Rows for further steps; the last one repeats.
         smallest: Smallest singular value of the normalised matrix that ends up at 0.7 or more.
-        source: Where the numbers come from. All are given with four decimals there.
+        source: Where the numbers come from; they are given with four decimals there unless it says otherwise.
     """
 
     rows: tuple[Coefficients, ...]
@@ -43,16 +52,16 @@ SCHEDULES: dict[Schedule, ScheduleSpec] = {
         source="Keller Jordan, Muon (2024); torch.optim.Muon, Moonlight. Ends in about [0.68, 1.13] on purpose",
     ),
     Schedule.you: ScheduleSpec(
-        rows=(
-            (4.0848, -6.8946, 2.9270),
-            (3.9505, -6.3029, 2.6377),
-            (3.7418, -5.5913, 2.3037),
-            (2.8769, -3.1427, 1.2046),
-            (2.8366, -3.0525, 1.2012),
-        ),
+        rows=_YOU,
         extension=(_TAYLOR,),
         smallest=1.6e-3,
         source="You Jiacheng, modded-nanogpt (2025); 'quintic' of Emerging-Optimizers. Ends in about [0.98, 1.03]",
+    ),
+    Schedule.asym5: ScheduleSpec(
+        rows=_YOU,
+        extension=(_TAYLOR,),
+        smallest=1.6e-3,
+        source="HyperParallel's default; the same numbers as 'you', taken there from dion",
     ),
     Schedule.polar_express: ScheduleSpec(
         rows=(
@@ -77,6 +86,18 @@ SCHEDULES: dict[Schedule, ScheduleSpec] = {
         extension=(_TAYLOR,),
         smallest=7.3e-4,
         source="CANS, arXiv 2506.10935 (Chebyshev-type, adaptive interval)",
+    ),
+    Schedule.cubic: ScheduleSpec(
+        rows=(
+            (3.3656576, -3.3420992, 0.0),
+            (2.5744352, -1.4957376, 0.0),
+            (2.5368962, -1.4312570, 0.0),
+            (2.4418906, -1.2764040, 0.0),
+            (2.2230472, -0.9630650, 0.0),
+        ),
+        extension=(_TAYLOR,),
+        smallest=6.2e-3,
+        source="Relaxed cubic, arXiv 2606.00371 (seven decimals); no square of the Gram matrix. Ends in [0.77, 1.30]",
     ),
     Schedule.deepseek_v4: ScheduleSpec(
         rows=(_KELLER,) * 8 + ((2.0, -1.5, 0.5),) * 2,

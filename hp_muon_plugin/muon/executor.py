@@ -6,9 +6,11 @@ from dataclasses import dataclass
 import torch
 
 from hp_muon_plugin.layout.spec import ParamSpec
-from hp_muon_plugin.muon.matrix_view import fill_from_shards, local_slice, part_tensor, slot_like
-from hp_muon_plugin.muon.newton_schulz import newton_schulz
-from hp_muon_plugin.muon.plan import FusedBatch, MuonPlan, PlannedPart, Stage
+from hp_muon_plugin.muon.algorithm import Algorithm
+from hp_muon_plugin.muon.matrix_view import fill_from_shards, local_slice, part_tensor, slot_like, tiles
+from hp_muon_plugin.muon.newton_schulz import NewtonSchulz
+from hp_muon_plugin.muon.plan import Family, FusedBatch, MuonPlan, PlannedPart, Stage
+from hp_muon_plugin.muon.stack import Stack, Target
 from hp_muon_plugin.muon.workspace import Workspace
 from hp_muon_plugin.platform.collectives import AxisGroup, all_gather
 
@@ -32,6 +34,9 @@ class ParamStep:
     lr: float
 
 
+Steps = Sequence[ParamStep | None]
+
+
 class Executor:
     """Runs the stages of a plan on this rank.
 
@@ -40,8 +45,10 @@ class Executor:
         axes: Mesh axes by name, at least those that the plan's stages gather over.
         momentum: Decay of the moving average, for the Nesterov look-ahead.
         nesterov: Whether to look ahead.
-        ns_dtype: Type that Newton-Schulz iterates in.
         device: Where the parameters live.
+        is_fused_by_lists: Whether whole parameters are read and updated by operations on lists of
+            tensors, instead of one product per weight. None: on accelerators, where launches cost more
+            than another pass over the update.
     """
 
     def __init__(
@@ -51,16 +58,17 @@ class Executor:
         *,
         momentum: float,
         nesterov: bool,
-        ns_dtype: torch.dtype,
         device: torch.device,
+        is_fused_by_lists: bool | None = None,
     ) -> None:
         self.plan = plan
-        self._device = device
         self._axes = axes
         self._momentum = momentum
         self._nesterov = nesterov
-        self._ns_dtype = ns_dtype
-        self._workspace = Workspace()
+        self._device = device
+        self._is_fused_by_lists = device.type != "cpu" if is_fused_by_lists is None else is_fused_by_lists
+        self._workspace = Workspace(device)
+        self._engines: dict[Algorithm, NewtonSchulz] = {}
         self.num_orthogonalized = 0
         """Matrices orthogonalised by this rank since construction."""
 
@@ -69,7 +77,7 @@ class Executor:
         """Bytes of the reused buffers."""
         return self._workspace.nbytes
 
-    def run(self, steps: Sequence[ParamStep | None]) -> None:
+    def run(self, steps: Steps) -> None:
         """Update the weights of one step.
 
         Args:
@@ -78,39 +86,77 @@ class Executor:
         """
         for stage in self.plan.stages:
             if stage.axis is None:
-                self._run_whole(stage, steps)
+                for batch in stage.batches:
+                    self._run_lists(batch, steps) if self._is_fused_by_lists else self._run_whole(batch, steps)
             else:
                 self._run_gathered(stage, steps, self._axes[stage.axis])
 
-    def _run_whole(self, stage: Stage, steps: Sequence[ParamStep | None]) -> None:
-        for batch in stage.batches:
-            parts = [part for part in batch.parts if steps[part.param] is not None]
-            slots = self._slots(batch, parts)
-            for part, slot in zip(parts, slots, strict=True):
+    def _run_whole(self, batch: FusedBatch, steps: Steps) -> None:
+        """Every rank holds the parameters whole: the last product updates the weights."""
+        stacks = []
+        for number, family in enumerate(batch.families):
+            parts = [part for part in family.parts if steps[part.param] is not None]
+            buffer = self._buffer("update", number, family, parts)
+            targets, first = [], 0
+            for part in parts:
                 spec, step = self.plan.params[part.param], steps[part.param]
                 assert step is not None
-                target = _factored(slot, spec, part)
-                self._write_update(target, _part(step.grad, spec, part), _part(step.momentum, spec, part))
-            for part, slot in zip(parts, self._orthogonalize(batch, parts), strict=True):
-                spec, step = self.plan.params[part.param], steps[part.param]
-                assert step is not None
-                weight = _part(step.weight, spec, part)
-                weight.mul_(step.decay).add_(_factored(slot, spec, part), alpha=-step.lr * part.scale)
+                slot = buffer[first : first + part.count]
+                self._write_update(
+                    _factored(slot, spec, part), _part(step.grad, spec, part), _part(step.momentum, spec, part)
+                )
+                targets += self._weight_targets(step, spec, part, first)
+                first += part.count
+            stacks.append(Stack(buffer, tuple(targets), is_scratch=True))
+        self._orthogonalize(batch, stacks)
 
-    def _run_gathered(self, stage: Stage, steps: Sequence[ParamStep | None], axis: AxisGroup) -> None:
+    def _run_lists(self, batch: FusedBatch, steps: Steps) -> None:
+        """As :meth:`_run_whole`, in a number of launches that does not grow with the parameters."""
+        stacks, weights, decays, updates, scales = [], [], [], [], []
+        momenta, grads, slots = [], [], []
+        for number, family in enumerate(batch.families):
+            parts = [part for part in family.parts if steps[part.param] is not None]
+            source = self._buffer("update", number, family, parts)
+            result = self._buffer("result", number, family, parts)
+            first = 0
+            for part in parts:
+                spec, step = self.plan.params[part.param], steps[part.param]
+                assert step is not None
+                chosen = slice(first, first + part.count)
+                slots.append(_factored(source[chosen], spec, part))
+                momenta.append(_part(step.momentum, spec, part))
+                grads.append(_part(step.grad, spec, part))
+                weights.append(_part(step.weight, spec, part))
+                decays.append(step.decay)
+                updates.append(_factored(result[chosen], spec, part))
+                scales.append(-step.lr * part.scale)
+                first += part.count
+            stacks.append(Stack(source, (Target(result, 0, first),) if first else (), is_scratch=True))
+        if not slots:
+            return
+        torch._foreach_copy_(slots, momenta)
+        if self._nesterov:
+            torch._foreach_lerp_(slots, [grad.to(slots[0].dtype) for grad in grads], 1 - self._momentum)
+        self._orthogonalize(batch, stacks)
+        torch._foreach_mul_(updates, scales)
+        torch._foreach_mul_(weights, decays)
+        torch._foreach_add_(weights, updates)
+
+    def _weight_targets(self, step: ParamStep, spec: ParamSpec, part: PlannedPart, first: int) -> list[Target]:
+        assert spec.view is not None
+        found = tiles(step.weight, spec.view, spec.view.parts[part.part])
+        assert found is not None, f"{spec.name}: rows and columns of its matrices cannot be viewed"
+        scale = -step.lr * part.scale
+        return [Target(tile.tensor, first + tile.first, tile.count, step.decay, scale) for tile in found]
+
+    def _run_gathered(self, stage: Stage, steps: Steps, axis: AxisGroup) -> None:
+        """Ranks of an axis hold parts: gather, orthogonalise the whole, and take the own part."""
         members = [index for index in stage.params if steps[index] is not None]
         if not members:
             return
         wholes = self._gather(members, steps, axis)
         for batch in stage.batches:
-            parts = [part for part in batch.parts if part.param in wholes]
-            for part, slot in zip(parts, self._slots(batch, parts), strict=True):
-                spec = self.plan.params[part.param]
-                _factored(slot, spec, part).copy_(_part(wholes[part.param], spec, part))
-            for part, slot in zip(parts, self._orthogonalize(batch, parts), strict=True):
-                spec = self.plan.params[part.param]
-                target = _part(wholes[part.param], spec, part)
-                torch.mul(_factored(slot, spec, part), part.scale, out=target)
+            self._orthogonalize_wholes(batch, wholes)
         for index in members:
             spec, step = self.plan.params[index], steps[index]
             assert step is not None
@@ -118,21 +164,37 @@ class Executor:
             own = local_slice(wholes[index], spec.split, axis.index)
             step.weight.mul_(step.decay).view(own.shape).add_(own, alpha=-step.lr)
 
-    def _gather(
-        self, members: Sequence[int], steps: Sequence[ParamStep | None], axis: AxisGroup
-    ) -> dict[int, torch.Tensor]:
+    def _orthogonalize_wholes(self, batch: FusedBatch, wholes: Mapping[int, torch.Tensor]) -> None:
+        """Replace the matrices of gathered parameters by their scaled polar factors."""
+        stacks, written = [], []
+        for number, family in enumerate(batch.families):
+            parts = [part for part in family.parts if part.param in wholes]
+            source = self._buffer("update", number, family, parts)
+            result = self._buffer("result", number, family, parts)
+            targets, first = [], 0
+            for part in parts:
+                spec, chosen = self.plan.params[part.param], slice(first, first + part.count)
+                whole = _part(wholes[part.param], spec, part)
+                _factored(source[chosen], spec, part).copy_(whole)
+                targets.append(Target(result[chosen], first, part.count, 0.0, part.scale))
+                written.append((whole, _factored(result[chosen], spec, part)))
+                first += part.count
+            stacks.append(Stack(source, tuple(targets), is_scratch=True))
+        self._orthogonalize(batch, stacks)
+        for whole, polar in written:
+            whole.copy_(polar)
+
+    def _gather(self, members: Sequence[int], steps: Steps, axis: AxisGroup) -> dict[int, torch.Tensor]:
         specs = self.plan.params
         local = sum(specs[index].local_numel for index in members)
-        send = self._workspace.take("send", (local,), device=self._device)
-        received = self._workspace.take("received", (axis.size * local,), device=self._device)
-        whole_numel = sum(specs[index].numel for index in members)
-        pool = self._workspace.take("whole", (whole_numel,), device=self._device)
+        send = self._workspace.take("send", (local,))
+        received = self._workspace.take("received", (axis.size * local,))
+        pool = self._workspace.take("whole", (sum(specs[index].numel for index in members),))
         offset = 0
         for index in members:
             step, numel = steps[index], specs[index].local_numel
             assert step is not None
-            own = send[offset : offset + numel].view(step.weight.shape)
-            self._write_update(own, step.grad, step.momentum)
+            self._write_update(send[offset : offset + numel].view(step.weight.shape), step.grad, step.momentum)
             offset += numel
         # all-gather over the axis: each rank sends `local` float32 numbers once per stage
         all_gather(received, send, axis)
@@ -148,23 +210,27 @@ class Executor:
 
     def _write_update(self, target: torch.Tensor, grad: torch.Tensor, momentum: torch.Tensor) -> None:
         """Momentum after the Nesterov look-ahead, in float32, without touching grad or momentum."""
-        target.copy_(momentum)
-        if self._nesterov:
-            target.mul_(self._momentum).add_(grad, alpha=1 - self._momentum)
+        if not self._nesterov:
+            target.copy_(momentum)
+        elif grad.dtype is momentum.dtype is target.dtype:
+            torch.lerp(momentum, grad, 1 - self._momentum, out=target)
+        else:
+            target.copy_(momentum).mul_(self._momentum).add_(grad, alpha=1 - self._momentum)
 
-    def _slots(self, batch: FusedBatch, parts: Sequence[PlannedPart]) -> list[torch.Tensor]:
-        count = sum(part.count for part in parts)
-        flat = self._workspace.take("batch", (count, batch.short, batch.long), device=self._device)
-        return list(flat.split([part.count for part in parts])) if parts else []
+    def _buffer(self, name: str, number: int, family: Family, parts: Sequence[PlannedPart]) -> torch.Tensor:
+        shape = (sum(part.count for part in parts), family.rows, family.cols)
+        return self._workspace.take(f"{name}{number}", shape)
 
-    def _orthogonalize(self, batch: FusedBatch, parts: Sequence[PlannedPart]) -> list[torch.Tensor]:
-        count = sum(part.count for part in parts)
-        if not parts:
-            return []
-        flat = self._workspace.take("batch", (count, batch.short, batch.long), device=self._device)
-        result = newton_schulz(flat.to(self._ns_dtype), self.plan.coefficients)
-        self.num_orthogonalized += count
-        return list(result.split([part.count for part in parts]))
+    def _orthogonalize(self, batch: FusedBatch, stacks: Sequence[Stack]) -> None:
+        self._engine(batch.algorithm)(stacks)
+        self.num_orthogonalized += sum(stack.x.shape[0] for stack in stacks)
+
+    def _engine(self, algorithm: Algorithm) -> NewtonSchulz:
+        if algorithm not in self._engines:
+            self._engines[algorithm] = NewtonSchulz(
+                self.plan.coefficients, algorithm, device=self._device, workspace=self._workspace
+            )
+        return self._engines[algorithm]
 
 
 def _part(tensor: torch.Tensor, spec: ParamSpec, part: PlannedPart) -> torch.Tensor:
@@ -174,4 +240,4 @@ def _part(tensor: torch.Tensor, spec: ParamSpec, part: PlannedPart) -> torch.Ten
 
 def _factored(slot: torch.Tensor, spec: ParamSpec, part: PlannedPart) -> torch.Tensor:
     assert spec.view is not None
-    return slot_like(slot, spec.view, spec.view.parts[part.part], is_transposed=part.is_transposed)
+    return slot_like(slot, spec.view, spec.view.parts[part.part])

@@ -1,10 +1,27 @@
 """Applying a matrix view to tensors: strided views where strides allow, never a hidden copy."""
 
 import math
+from dataclasses import dataclass
 
 import torch
 
 from hp_muon_plugin.layout.spec import AxisSplit, MatrixPart, MatrixView
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Some matrices of a part as one three-dimensional view.
+
+    Attributes:
+        tensor: ``(count, rows, cols)``; or, for one matrix whose rows lie in blocks apart,
+            ``(blocks, rows / blocks, cols)``.
+        first: Number of its first matrix in the part.
+        count: Matrices in it.
+    """
+
+    tensor: torch.Tensor
+    first: int
+    count: int
 
 
 def part_tensor(tensor: torch.Tensor, view: MatrixView, part: MatrixPart) -> torch.Tensor:
@@ -35,21 +52,61 @@ def as_matrices(tensor: torch.Tensor, view: MatrixView, part: MatrixPart) -> tor
     Returns:
         A view that shares memory with ``tensor``, or None.
     """
-    strided = part_tensor(tensor, view, part)
+    return _viewed(part_tensor(tensor, view, part), view.part_shape(part))
+
+
+def tiles(tensor: torch.Tensor, view: MatrixView, part: MatrixPart) -> list[Tile] | None:
+    """One part as views that a batched product can write, without a copy.
+
+    Args:
+        tensor: A whole parameter, contiguous, any dtype.
+        view: How it reads as matrices.
+        part: One of ``view.parts``.
+
+    Returns:
+        Tiles that cover every matrix once, or None where strides allow none.
+    """
+    count, rows, cols = view.part_shape(part)
+    return _tiles(part_tensor(tensor, view, part), len(part.batch), len(part.rows), 0, (count, rows, cols))
+
+
+def _tiles(
+    strided: torch.Tensor, num_batch: int, num_rows: int, first: int, shape: tuple[int, int, int]
+) -> list[Tile] | None:
+    count, rows, cols = shape
+    whole = _viewed(strided, shape)
+    if whole is not None:
+        return [Tile(whole, first, count)]
+    if num_batch == 0:
+        if num_rows < 2:
+            return None
+        blocks = strided.shape[0]
+        in_blocks = _viewed(strided, (blocks, rows // blocks, cols))
+        return None if in_blocks is None else [Tile(in_blocks, first, 1)]
+    each = count // strided.shape[0]
+    found: list[Tile] = []
+    for index, piece in enumerate(strided.unbind(0)):
+        inner = _tiles(piece, num_batch - 1, num_rows, first + index * each, (each, rows, cols))
+        if inner is None:
+            return None
+        found += inner
+    return found
+
+
+def _viewed(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor | None:
     try:
-        return strided.view(view.part_shape(part))
+        return tensor.view(shape)
     except RuntimeError:
         return None
 
 
-def slot_like(slot: torch.Tensor, view: MatrixView, part: MatrixPart, *, is_transposed: bool) -> torch.Tensor:
+def slot_like(slot: torch.Tensor, view: MatrixView, part: MatrixPart) -> torch.Tensor:
     """A workspace slot in the factored dims of a part, so that elementwise operations line up.
 
     Args:
-        slot: ``(count, short, long)``, contiguous.
+        slot: ``(count, rows, cols)``, contiguous.
         view: How the parameter reads as matrices.
         part: One of ``view.parts``.
-        is_transposed: Whether the matrices are tall, so that the slot holds them transposed.
 
     Returns:
         A view of ``slot`` of the same shape as :func:`part_tensor` gives.
@@ -57,13 +114,7 @@ def slot_like(slot: torch.Tensor, view: MatrixView, part: MatrixPart, *, is_tran
     sizes = list(view.factors)
     if part.narrow is not None:
         sizes[part.narrow[0]] = part.narrow[2]
-    batch, rows, cols = ([sizes[dim] for dim in dims] for dims in (part.batch, part.rows, part.cols))
-    if not is_transposed:
-        return slot.view(*batch, *rows, *cols)
-    dims = len(batch)
-    factored = slot.view(*batch, *cols, *rows)
-    order = [*range(dims), *range(dims + len(cols), factored.dim()), *range(dims, dims + len(cols))]
-    return factored.permute(order)
+    return slot.view([sizes[dim] for dim in (*part.batch, *part.rows, *part.cols)])
 
 
 def local_slice(whole: torch.Tensor, split: AxisSplit, index: int) -> torch.Tensor:

@@ -1,64 +1,314 @@
-"""Newton-Schulz: the polar factor of a batch of matrices by matrix products alone.
+"""Newton-Schulz: polar factors of many matrices at once, by matrix products alone.
 
-The quintic iteration of Keller Jordan's Muon (2024): with ``A = X X^T``, one step is
-``X <- a X + (b A + c A A) X``, started from ``X / ||X||_F``.
+One step of the quintic iteration is ``X <- (a I + b R + c R R) X`` with ``R = X X^T``, started from
+``X / ||X||_F`` (Keller Jordan, Muon, 2024). Here the steps are divided into runs. In a run the small
+matrices alone are iterated (the Gram form)::
+
+    P = a I + b R + c R R      Q <- P Q      R <- P R P
+
+and only at its end ``Q`` is applied to ``X``. A run of one step is the standard iteration; a run of
+all steps reads ``X`` three times whatever the number of steps. How long a run may be follows from the
+precision (:mod:`~hp_muon_plugin.muon.precision`), and whether long runs pay from the shape
+(:mod:`~hp_muon_plugin.muon.algorithm`). ``trace(R)`` is the squared norm, so normalising is free.
+
+Matrices are grouped by their short side only, and smaller ones may join a batch: their Gram matrices
+are padded with zeros, which changes nothing in their results. The input is read in place, wide or
+tall, in any strides; the last product writes the result where it belongs, or updates the weight.
 """
 
+import contextlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
+from hp_muon_plugin.config.choices import NonFinite
+from hp_muon_plugin.errors import GradientError
+from hp_muon_plugin.muon.algorithm import Algorithm, Form
 from hp_muon_plugin.muon.coefficients import Coefficients
+from hp_muon_plugin.muon.precision import gram_precision, ieee_float32
+from hp_muon_plugin.muon.products import BlockSymmetricProducts, FullProducts, Products, run_all
+from hp_muon_plugin.muon.runs import segments
+from hp_muon_plugin.muon.scaling import is_in_range, largest_entry, scaled, scaled_half
+from hp_muon_plugin.muon.small_matrices import RunProgram, SmallMatrices
+from hp_muon_plugin.muon.stack import Stack, Target, chunks
+from hp_muon_plugin.muon.workspace import Workspace
+
+__all__ = ["NewtonSchulz", "Stack", "Target", "orthogonalize"]
+
+Runs = tuple[tuple[Coefficients, ...], ...]
 
 
-def normalize_(batch: torch.Tensor) -> torch.Tensor:
-    """Divide every matrix by its Frobenius norm, whatever the size of its entries, in place.
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """Programs and buffers for one set of shapes.
 
-    The entries are first scaled by an exact power of two, so that neither huge nor tiny matrices
-    overflow or vanish when squared. A zero matrix stays zero; NaN and infinity stay in their own
-    matrix. Nothing is read back to the host.
-
-    Args:
-        batch: ``(B, M, N)``, floating point, changed in place.
-
-    Returns:
-        ``batch``.
+    Attributes:
+        small: The small matrices.
+        gram: Slice of the Gram buffer of each stack.
+        is_padded: Whether a stack has a smaller short side than the buffer.
+        programs: One for each run.
+        factors: For each run, the slice of the factors of each stack.
+        carried: For each run but the last, the buffer of each stack.
     """
-    if batch.numel() == 0:
-        return batch
-    largest = batch.abs().amax(dim=(-2, -1), keepdim=True)  # (B, 1, 1)
-    _, exponent = torch.frexp(largest.float())
-    # Two halves, because 2^-exponent alone overflows float32 for the smallest subnormal numbers.
-    half = exponent.div(2, rounding_mode="floor")
-    one = torch.ones_like(largest)
-    batch.mul_(torch.ldexp(one, -half)).mul_(torch.ldexp(one, half - exponent))
-    norm = torch.linalg.vector_norm(batch, dim=(-2, -1), keepdim=True, dtype=torch.float32)
-    batch.div_(torch.where(norm > 0, norm, torch.ones_like(norm)).to(batch.dtype))
-    return batch
+
+    small: SmallMatrices
+    gram: list[torch.Tensor]
+    is_padded: bool
+    programs: list[RunProgram]
+    factors: list[list[torch.Tensor]]
+    carried: list[list[torch.Tensor]]
 
 
-def newton_schulz(batch: torch.Tensor, coefficients: Sequence[Coefficients]) -> torch.Tensor:
-    """Approximate polar factors of a batch of matrices.
+class NewtonSchulz:
+    """The iteration with its buffers, which are taken once and used by every call.
 
     Args:
-        batch: ``(B, M, N)`` with ``M <= N``, float32, bfloat16 or float16; used as scratch.
         coefficients: ``(a, b, c)`` of every step.
+        algorithm: How to compute; see :func:`hp_muon_plugin.muon.algorithm.choose`.
+        device: Where the matrices live.
+        workspace: Buffers, shared with other instances that never run at the same time.
+        non_finite: What a matrix with a NaN or infinite entry does. None: its polar factor is NaN. ``skip``:
+            it is zero, and :attr:`num_non_finite` counts it. ``error``: GradientError, before anything
+            is written; the host waits for the device.
+        always_scales: Whether every matrix is scaled by a power of two before its squares are summed, or
+            only after a look at the sums. None: always on accelerators, where looking makes the host
+            wait.
+        max_workspace_bytes: Matrices are worked on in chunks so that the small matrices of a chunk,
+            ``16 B m^2`` bytes, need at most this (but at least one matrix at a time). None: 64 MiB,
+            and on the CPU what stays in its cache.
+    """
+
+    def __init__(
+        self,
+        coefficients: Sequence[Coefficients],
+        algorithm: Algorithm,
+        *,
+        device: torch.device,
+        workspace: Workspace | None = None,
+        non_finite: NonFinite | None = None,
+        always_scales: bool | None = None,
+        max_workspace_bytes: int | None = None,
+    ) -> None:
+        self.algorithm = algorithm
+        self.coefficients = tuple(coefficients)
+        self._device = device
+        self._workspace = workspace or Workspace(device)
+        self._max_bytes = max_workspace_bytes
+        self._non_finite = non_finite
+        self._always_scales = device.type != "cpu" if always_scales is None else always_scales
+        self._num_non_finite = torch.zeros((), dtype=torch.int64, device=device)
+        self._dtype: torch.dtype = getattr(torch, algorithm.dtype)
+        self._products: Products = FullProducts()
+        if algorithm.num_blocks > 1:
+            self._products = BlockSymmetricProducts(algorithm.num_blocks, self._workspace)
+        self._prepared: dict[tuple[Runs, tuple[torch.Size, ...]], _Chunk] = {}
+
+    @property
+    def runs(self) -> Runs:
+        """The steps that one Gram matrix carries, in order, as precision is configured now."""
+        if self.algorithm.form is Form.standard:
+            return tuple((row,) for row in self.coefficients)
+        is_half = self._dtype is not torch.float32
+        return segments(self.coefficients, self.algorithm.precision if is_half else gram_precision(self._device))
+
+    @property
+    def num_non_finite(self) -> int:
+        """Matrices left out so far, with ``non_finite=skip``. Reading it waits for the device."""
+        return int(self._num_non_finite)
+
+    @torch.no_grad()
+    def __call__(self, stacks: Sequence[Stack]) -> None:
+        """Orthogonalise all matrices and write the targets.
+
+        A matrix that is zero gives zero. A NaN or infinite entry makes the polar factor of its own
+        matrix NaN (see ``non_finite``) and touches no other. The size of the entries does not matter.
+
+        Args:
+            stacks: Matrices, best with the same short side.
+
+        Raises:
+            GradientError: With ``non_finite=error``, if a matrix has a NaN or infinite entry.
+        """
+        present = [stack for stack in stacks if stack.x.numel()]
+        if not present:
+            return
+        if self._non_finite is NonFinite.error:
+            _refuse_non_finite(present)
+        with self._exact():
+            runs = self.runs
+            for chunk in chunks(present, self._max_bytes, self._device):
+                self._run(chunk, runs)
+
+    def gram(self, xs: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Gram matrices of matrices of one short side, not normalised.
+
+        Gram matrices add over slices of the long side, so ranks that hold such slices all-reduce
+        these ``m * m`` numbers instead of gathering the matrices.
+
+        Args:
+            xs: Each ``(B_i, M_i, N_i)`` float32, any strides.
+
+        Returns:
+            ``(sum B_i, m, m)`` float32, a new tensor.
+        """
+        short = min(xs[0].shape[1:])
+        out = torch.empty(sum(x.shape[0] for x in xs), short, short, device=self._device)
+        with self._exact():
+            for x, piece in zip(xs, out.split([x.shape[0] for x in xs]), strict=True):
+                self._products.gram(x, piece)
+        return out
+
+    def factor(self, gram: torch.Tensor, run: Sequence[Coefficients], *, is_first: bool) -> torch.Tensor:
+        """The factors of a run from whole Gram matrices: ``O = Q X`` if it is the only one.
+
+        Args:
+            gram: ``(B, m, m)`` float32, not normalised; not changed.
+            run: One of :attr:`runs`.
+            is_first: Whether ``X`` is the raw input, so that the run normalises it.
+
+        Returns:
+            ``(B, m, m)`` float32, valid until the next call. For tall matrices ``O = X Q^T``.
+        """
+        small = SmallMatrices(gram.shape[0], gram.shape[1], self._products, self._workspace)
+        small.gram.copy_(gram)
+        with self._exact():
+            if is_first:
+                run_all((*small.normalizer.measure, *small.normalizer.divide))
+            return small.run_program(run, is_first=is_first)()
+
+    def _run(self, chunk: Sequence[Stack], runs: Runs) -> None:
+        current = [self._copied(stack, position) for position, stack in enumerate(chunk)]
+        key = (runs, tuple(x.shape for x in current))
+        prepared = self._prepared.get(key)
+        if prepared is None:
+            prepared = self._prepared[key] = self._prepare(current, runs)
+        for index, program in enumerate(prepared.programs):
+            self._form(current, prepared)
+            if index == 0:
+                current = self._normalize(current, chunk, prepared)
+            program()
+            if index < len(prepared.carried):
+                current = _apply(current, prepared.factors[index], prepared.carried[index])
+        for stack, x, q in zip(chunk, current, prepared.factors[-1], strict=True):
+            for target in stack.targets:
+                self._write(target, x, q)
+
+    def _prepare(self, current: Sequence[torch.Tensor], runs: Runs) -> _Chunk:
+        counts = [x.shape[0] for x in current]
+        sides = [min(x.shape[1:]) for x in current]
+        short = max(sides)
+        small = SmallMatrices(sum(counts), short, self._products, self._workspace, self._dtype)
+        programs = [small.run_program(run, is_first=index == 0) for index, run in enumerate(runs)]
+        carried = [
+            [
+                self._workspace.take(f"carry{index % 2}.{position}", tuple(x.shape), self._dtype)
+                for position, x in enumerate(current)
+            ]
+            for index in range(len(runs) - 1)
+        ]
+        gram, *factors = [
+            [piece[:, :side, :side] for piece, side in zip(whole.split(counts), sides, strict=True)]
+            for whole in (small.gram, *(program.q for program in programs))
+        ]
+        return _Chunk(small, gram, min(sides) < short, programs, factors, carried)
+
+    def _form(self, current: Sequence[torch.Tensor], prepared: _Chunk) -> None:
+        if prepared.is_padded:
+            prepared.small.gram.zero_()
+        for x, piece in zip(current, prepared.gram, strict=True):
+            self._products.gram(x, piece)
+
+    def _normalize(self, current: list[torch.Tensor], chunk: Sequence[Stack], prepared: _Chunk) -> list[torch.Tensor]:
+        normalizer = prepared.small.normalizer
+        run_all(normalizer.measure)
+        is_scaled = self._always_scales or self._dtype is not torch.float32
+        if not is_scaled and not is_in_range(normalizer.trace):
+            current = [
+                self._scaled(self._cleaned(x, position), stack, position)
+                for position, (x, stack) in enumerate(zip(current, chunk, strict=True))
+            ]
+            self._form(current, prepared)
+            run_all(normalizer.measure)
+        run_all(normalizer.divide)
+        return current
+
+    def _write(self, target: Target, x: torch.Tensor, q: torch.Tensor) -> None:
+        left, right = target.factors(x, q)
+        out = target.tensor
+        if out.dtype is self._dtype:
+            torch.baddbmm(out, left, right, beta=target.keep, alpha=target.scale, out=out)
+            return
+        product = self._workspace.take("product", tuple(out.shape), self._dtype)
+        torch.bmm(left, right, out=product)
+        if target.keep == 0.0:
+            out.copy_(product.mul_(target.scale))
+        else:
+            out.mul_(target.keep).add_(product, alpha=target.scale)
+
+    def _copied(self, stack: Stack, position: int) -> torch.Tensor:
+        """The matrices in the type of the products and in range; themselves if they may be."""
+        x = stack.x
+        if self._dtype is not torch.float32:
+            copy = self._workspace.take(f"copied.{position}", tuple(x.shape), self._dtype)
+            scaled_half(self._cleaned(x, position), copy)
+            return copy
+        if x.dtype is not torch.float32:
+            x = self._workspace.take(f"copied.{position}", tuple(x.shape)).copy_(x)
+        return self._scaled(self._cleaned(x, position), stack, position) if self._always_scales else x
+
+    def _scaled(self, x: torch.Tensor, stack: Stack, position: int) -> torch.Tensor:
+        is_own = stack.is_scratch or x.data_ptr() != stack.x.data_ptr()
+        return scaled(x, x if is_own else self._workspace.take(f"scaled.{position}", tuple(x.shape)))
+
+    def _cleaned(self, x: torch.Tensor, position: int) -> torch.Tensor:
+        """With ``non_finite=skip``: a copy in which bad matrices are zero, and counted."""
+        if self._non_finite is not NonFinite.skip:
+            return x
+        is_bad = largest_entry(x.float()).isfinite().logical_not_()
+        self._num_non_finite.add_(is_bad.sum())
+        copy = self._workspace.take(f"cleaned.{position}", tuple(x.shape), x.dtype)
+        return copy.copy_(x).masked_fill_(is_bad, 0.0)
+
+    def _exact(self) -> contextlib.AbstractContextManager[None]:
+        return ieee_float32(self._device)
+
+
+def _refuse_non_finite(stacks: Sequence[Stack]) -> None:
+    flags = [largest_entry(stack.x.float()).isfinite().flatten() for stack in stacks]
+    bad = torch.cat(flags).logical_not_().nonzero().flatten().tolist()  # read by the host
+    if bad:
+        raise GradientError(
+            f"matrices {bad[:8]} of {sum(flag.numel() for flag in flags)}: NaN or infinite entry "
+            "(non_finite=error); nothing was written\n"
+            "  fix: look at where these gradients come from, or use non_finite=skip"
+        )
+
+
+def _apply(
+    current: Sequence[torch.Tensor], factors: Sequence[torch.Tensor], out: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    for x, q, carried in zip(current, factors, out, strict=True):
+        if x.shape[1] <= x.shape[2]:
+            torch.bmm(q, x, out=carried)
+        else:
+            torch.bmm(x, q.mT, out=carried)
+    return out
+
+
+@torch.no_grad()
+def orthogonalize(x: torch.Tensor, engine: NewtonSchulz, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Polar factors of a stack of matrices.
+
+    Args:
+        x: ``(B, M, N)`` or ``(M, N)``, floating point, any strides; not changed.
+        engine: The iteration.
+        out: Where the result goes; None makes a new tensor.
 
     Returns:
-        ``(B, M, N)`` of the same dtype, contiguous: for ``X = U S V^T`` about ``U V^T``. A zero
-        matrix gives zero.
+        Tensor of the shape and type of ``x``.
     """
-    assert batch.dim() == 3, batch.shape
-    assert batch.shape[1] <= batch.shape[2], batch.shape
-    if batch.numel() == 0:
-        return batch
-    current, other = normalize_(batch), torch.empty_like(batch)
-    count, short, _ = batch.shape
-    gram = batch.new_empty(count, short, short)
-    polynomial = torch.empty_like(gram)
-    for a, b, c in coefficients:
-        torch.bmm(current, current.mT, out=gram)
-        torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=polynomial)
-        torch.baddbmm(current, polynomial, current, beta=a, out=other)
-        current, other = other, current
-    return current
+    result = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+    stack, target = (x, result) if x.dim() == 3 else (x[None], result[None])
+    engine([Stack(stack, (Target(target, 0, stack.shape[0]),))])
+    return result

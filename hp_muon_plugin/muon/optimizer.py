@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from hp_muon_plugin.config.checks import check_optimizer
-from hp_muon_plugin.config.choices import FloatDtype
 from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.layout.spec import ParamSpec
 from hp_muon_plugin.muon.executor import Executor, ParamStep
@@ -60,13 +59,13 @@ class HpMuonOptimizer(torch.optim.Optimizer):
         self._agree = tuple(agree)
         self._adamw = SharedAdamW()
         super().__init__([self._complete(dict(group)) for group in groups], defaults={"algorithm": "muon"})
+        device = next((p.device for group in self.param_groups for p in group["params"]), torch.device("cpu"))
         self._executor = Executor(
-            build_plan([self.specs[p] for p in self._muon_params()], config),
+            build_plan([self.specs[p] for p in self._muon_params()], config, device=device.type),
             dict(axes or {}),
             momentum=config.momentum,
             nesterov=config.nesterov,
-            ns_dtype=getattr(torch, config.ns_dtype or FloatDtype.float32),
-            device=next((p.device for group in self.param_groups for p in group["params"]), torch.device("cpu")),
+            device=device,
         )
 
     @property
@@ -134,6 +133,7 @@ class HpMuonOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             if group["algorithm"] == Algorithm.muon:
                 steps += [self._param_step(p, group) for p in group["params"]]
+        _update_momenta([step for step in steps if step is not None], 1 - self.config.momentum)
         self._executor.run(steps)
         scalar = [group for group in self.param_groups if group["algorithm"] == Algorithm.adamw]
         self._adamw.step(scalar, self.state)
@@ -215,7 +215,15 @@ class HpMuonOptimizer(torch.optim.Optimizer):
     def _param_step(self, param: torch.nn.Parameter, group: dict[str, Any]) -> ParamStep | None:
         if param.grad is None:
             return None
-        buffer = self._momentum(param)
-        buffer.mul_(self.config.momentum).add_(param.grad, alpha=1 - self.config.momentum)
         lr = float(group["lr"])
-        return ParamStep(param.detach(), param.grad, buffer, 1 - lr * float(group["weight_decay"]), lr)
+        return ParamStep(param.detach(), param.grad, self._momentum(param), 1 - lr * float(group["weight_decay"]), lr)
+
+
+def _update_momenta(steps: Sequence[ParamStep], weight: float) -> None:
+    """``momentum <- momentum + weight * (grad - momentum)``, for whole lists of one type at a time."""
+    same = [step for step in steps if step.grad.dtype is step.momentum.dtype]
+    if same:
+        torch._foreach_lerp_([step.momentum for step in same], [step.grad for step in same], weight)
+    for step in steps:
+        if step.grad.dtype is not step.momentum.dtype:
+            step.momentum.mul_(1 - weight).add_(step.grad, alpha=weight)

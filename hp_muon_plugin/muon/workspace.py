@@ -1,39 +1,48 @@
 """Buffers that are taken once and used again by every step."""
 
+import math
+
 import torch
+
+_Key = tuple[str, tuple[int, ...], torch.dtype]
 
 
 class Workspace:
     """Named flat buffers that grow to the largest request and are then reused.
 
     A buffer's contents are valid until the same name is asked for again.
+
+    Args:
+        device: Where the buffers live.
     """
 
-    def __init__(self) -> None:
-        self._buffers: dict[tuple[str, torch.device, torch.dtype], torch.Tensor] = {}
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+        self._views: dict[_Key, torch.Tensor] = {}
 
-    def take(
-        self, name: str, shape: tuple[int, ...], *, device: torch.device, dtype: torch.dtype = torch.float32
-    ) -> torch.Tensor:
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """A contiguous tensor of the given shape with undefined contents.
 
         Args:
             name: Which buffer; two that live at the same time need two names.
             shape: Shape.
-            device: Device.
             dtype: Data type.
 
         Returns:
-            A view of the buffer.
+            A view of the buffer; the same object for the same request.
         """
-        numel = 1
-        for size in shape:
-            numel *= size
-        key = (name, device, dtype)
-        buffer = self._buffers.get(key)
+        found = self._views.get((name, shape, dtype))
+        return self._make(name, shape, dtype) if found is None else found
+
+    def _make(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        numel = math.prod(shape)
+        buffer = self._buffers.get((name, dtype))
         if buffer is None or buffer.numel() < numel:
-            buffer = self._buffers[key] = torch.empty(numel, device=device, dtype=dtype)
-        return buffer[:numel].view(shape)
+            buffer = self._buffers[name, dtype] = torch.empty(numel, device=self.device, dtype=dtype)
+            self._views = {key: view for key, view in self._views.items() if (key[0], key[2]) != (name, dtype)}
+        view = self._views[name, shape, dtype] = buffer[:numel].view(shape)
+        return view
 
     @property
     def nbytes(self) -> int:

@@ -1,0 +1,218 @@
+"""Which form of the iteration is fastest where: a table by short side, aspect and device.
+
+The rows are measured, not derived: ``hp-muon bench newton-schulz --calibrate`` measures them again on
+the machine at hand and writes a file that :func:`load_table` reads.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from hp_muon_plugin.config.choices import FloatDtype
+from hp_muon_plugin.muon.coefficients import Coefficients
+from hp_muon_plugin.muon.runs import BFLOAT16, FLOAT16, IEEE_FLOAT32, GramPrecision, segments
+
+
+class Form(StrEnum):
+    """How the steps are computed."""
+
+    gram = "gram"
+    standard = "standard"
+
+
+_PRECISIONS = {
+    FloatDtype.float32: IEEE_FLOAT32,
+    FloatDtype.float16: FLOAT16,
+    FloatDtype.bfloat16: BFLOAT16,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """A way to compute the iteration.
+
+    Attributes:
+        form: Gram runs as long as precision allows, or the standard iteration step by step.
+        num_blocks: Block rows of symmetric products; 1 computes every entry.
+        dtype: Type of the products. float16 and bfloat16 work on exactly scaled copies.
+    """
+
+    form: Form
+    num_blocks: int = 1
+    dtype: FloatDtype = FloatDtype.float32
+
+    def __str__(self) -> str:
+        blocks = f", symmetric in {self.num_blocks} block rows" if self.num_blocks > 1 else ""
+        return f"{self.form} {self.dtype}{blocks}"
+
+    @property
+    def precision(self) -> GramPrecision:
+        """Precision of the Gram matrices, float32 being IEEE."""
+        return _PRECISIONS[self.dtype]
+
+    def run_lengths(self, coefficients: Sequence[Coefficients]) -> tuple[int, ...]:
+        """Steps of each run, float32 being IEEE.
+
+        Args:
+            coefficients: ``(a, b, c)`` of every step.
+
+        Returns:
+            Lengths of the runs.
+        """
+        if self.form is Form.standard:
+            return (1,) * len(coefficients)
+        return tuple(len(run) for run in segments(coefficients, self.precision))
+
+    def flops(self, short: int, long: int, run_lengths: Sequence[int], *, padded: int | None = None) -> int:
+        """Floating-point operations for one matrix.
+
+        Args:
+            short: Short side ``m``.
+            long: Long side ``n``.
+            run_lengths: Steps of each run; the standard form has runs of one step.
+            padded: Side to which its small matrices are padded.
+
+        Returns:
+            Per run ``4 m^2 n`` to form and apply, and ``2 m^3`` for each small product: one per
+            step for the square, and three more for each step after the first. Symmetric products
+            cost ``(k + 1) / 2k`` of that; applying costs ``2 m^2 n`` in full.
+        """
+        share = (self.num_blocks + 1) / (2 * self.num_blocks)
+        total, side = 0.0, padded or short
+        for steps in run_lengths:
+            small = steps + 3 * (steps - 1)
+            total += share * (2 * short**2 * long + small * 2 * side**3) + 2 * short**2 * long
+        return round(total)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One row of the table; the first that fits decides.
+
+    Attributes:
+        device: ``cpu``, ``cuda``, ``npu``.
+        short_below: Fits short sides smaller than this.
+        aspect_from: Fits ``long / short`` of at least this.
+        algorithm: What to use.
+    """
+
+    device: str
+    short_below: int
+    aspect_from: float
+    algorithm: Algorithm
+
+    def fits(self, device: str, short: int, long: int) -> bool:
+        """Whether the row is for a shape on a device."""
+        return self.device == device and short < self.short_below and long >= self.aspect_from * short
+
+
+_ANY = 1 << 62
+
+# Below 12 a single direction that float32 Gram matrices lose (singular values below 2.4e-4 of the norm)
+# weighs more than 1.5e-3 of the result: the standard form, which costs little there.
+# CPU rows: measured on 2 cores of an AMD EPYC (Zen 4), torch 2.13, float32; docs/benchmarks has the runs.
+# CUDA and NPU rows: not run on hardware. They follow the operation counts: small matrices are bound by
+# launches and bandwidth, where the Gram form needs fewest of both; large ones are bound by arithmetic,
+# and float16 after exact scaling is 4 to 9 times as accurate as bfloat16 at the same rate.
+TABLE: tuple[Rule, ...] = (
+    Rule("cpu", 12, 1.0, Algorithm(Form.standard)),
+    Rule("cpu", 512, 1.5, Algorithm(Form.gram)),
+    Rule("cpu", 512, 1.0, Algorithm(Form.standard)),
+    Rule("cpu", 1024, 1.5, Algorithm(Form.gram, 4)),
+    Rule("cpu", 1024, 1.0, Algorithm(Form.standard, 4)),
+    Rule("cpu", _ANY, 1.5, Algorithm(Form.gram, 8)),
+    Rule("cpu", _ANY, 1.0, Algorithm(Form.standard, 8)),
+    Rule("cuda", 12, 1.0, Algorithm(Form.standard)),
+    Rule("cuda", 257, 1.0, Algorithm(Form.gram)),
+    Rule("cuda", _ANY, 1.5, Algorithm(Form.gram, dtype=FloatDtype.float16)),
+    Rule("cuda", _ANY, 1.0, Algorithm(Form.standard, dtype=FloatDtype.float16)),
+    Rule("npu", 12, 1.0, Algorithm(Form.standard)),
+    Rule("npu", 257, 1.0, Algorithm(Form.gram)),
+    Rule("npu", _ANY, 1.5, Algorithm(Form.gram, dtype=FloatDtype.float16)),
+    Rule("npu", _ANY, 1.0, Algorithm(Form.standard, dtype=FloatDtype.float16)),
+)
+
+
+def choose(device: str, short: int, long: int, *, table: Sequence[Rule] = TABLE) -> Algorithm:
+    """The algorithm for matrices of a shape.
+
+    Args:
+        device: ``cpu``, ``cuda``, ``npu``; anything else is treated as ``cuda``.
+        short: Short side.
+        long: Long side; for a group of different long sides the shortest of them.
+        table: Rows, the first that fits decides.
+
+    Returns:
+        The algorithm.
+    """
+    known = device if device in ("cpu", "npu") else "cuda"
+    return next(rule.algorithm for rule in table if rule.fits(known, short, long))
+
+
+# Accelerators run a batch in about the time of one launch per product, so that matrices of nearly the
+# same short side had better share one; tiles there are at least 16 wide. On the CPU zeros cost time.
+_PADDED_TO = {"cpu": ()}
+_PADDED_TO_ELSEWHERE = (32, 16)
+_PADDING_COSTS_AT_MOST = 0.1
+
+
+def padded_short(device: str, algorithm: Algorithm, short: int, long: int) -> int:
+    """Side of the small matrices in which a matrix is worked on together with slightly smaller ones.
+
+    Args:
+        device: ``cpu``, ``cuda``, ``npu``.
+        algorithm: How it is worked on.
+        short: Short side.
+        long: Long side.
+
+    Returns:
+        ``short``, or the next multiple of 32 or 16 where that adds less than a tenth of the
+        operations of a five-step schedule on one Gram matrix.
+    """
+    own = algorithm.flops(short, long, (5,))
+    for multiple in _PADDED_TO.get(device, _PADDED_TO_ELSEWHERE):
+        side = -(-short // multiple) * multiple
+        if algorithm.flops(short, long, (5,), padded=side) <= (1 + _PADDING_COSTS_AT_MOST) * own:
+            return side
+    return short
+
+
+def load_table(path: Path) -> tuple[Rule, ...]:
+    """Read a table that calibration wrote; rows for other devices keep their defaults.
+
+    Args:
+        path: A JSON file.
+
+    Returns:
+        The rows of the file before the built-in ones.
+    """
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    read = [
+        Rule(
+            row["device"],
+            row["short_below"],
+            row["aspect_from"],
+            Algorithm(
+                Form(row["algorithm"]["form"]),
+                row["algorithm"]["num_blocks"],
+                FloatDtype(row["algorithm"]["dtype"]),
+            ),
+        )
+        for row in rows
+    ]
+    return (*read, *TABLE)
+
+
+def save_table(rules: Sequence[Rule], path: Path, *, note: str) -> None:
+    """Write measured rows.
+
+    Args:
+        rules: Rows of one device.
+        path: JSON file to write.
+        note: Where and with what they were measured.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = {"note": note, "rows": [asdict(rule) for rule in rules]}
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

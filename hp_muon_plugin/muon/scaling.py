@@ -1,0 +1,79 @@
+"""Keeping squares inside float32: exact scaling by powers of two.
+
+Squares of entries below 1e-19 vanish and sums of squares of entries above 1e19 overflow. Scaling a
+matrix by a power of two changes no bit of its mantissas and, because the polar factor does not
+depend on the size of the matrix, nothing of the result.
+"""
+
+import math
+
+import torch
+
+# Squared norms outside this range mean that squares of entries may have lost bits.
+_SMALLEST_TRACE = 1e-24
+_LARGEST_TRACE = 1e30
+_EXPONENT_BITS = 0x7F800000
+_SMALLEST_POWER = 2.0**-126
+
+
+def is_in_range(trace: torch.Tensor) -> bool:
+    """Whether Gram matrices with these traces are exact enough.
+
+    Only for the CPU, where reading the traces costs nothing and the answer is almost always yes. On a
+    device it would make the host wait; there matrices are always scaled.
+
+    Args:
+        trace: ``(B,)`` float32.
+
+    Returns:
+        True if all squared norms lie in the safe range. NaN is out of range.
+    """
+    low, high = trace.aminmax()
+    return float(low) >= _SMALLEST_TRACE and float(high) <= _LARGEST_TRACE
+
+
+def largest_entry(x: torch.Tensor) -> torch.Tensor:
+    """Largest magnitude of every matrix.
+
+    Args:
+        x: ``(B, M, N)`` float32, any strides.
+
+    Returns:
+        ``(B, 1, 1)`` float32; NaN where a matrix has a NaN.
+    """
+    found: torch.Tensor = torch.linalg.vector_norm(x, ord=torch.inf, dim=(-2, -1), keepdim=True)
+    return found
+
+
+def scaled(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Matrices whose largest entries lie in [1, 2), scaled exactly, matrix by matrix.
+
+    Four kernels, and nothing is read by the host: the power of two is the exponent of the largest
+    entry, taken from its bits. A zero matrix stays zero. NaN and infinity give NaN in their own
+    matrix.
+
+    Args:
+        x: ``(B, M, N)`` float32, any strides.
+        out: Receives the result; may be ``x``.
+
+    Returns:
+        ``out``.
+    """
+    power = largest_entry(x).view(torch.int32).bitwise_and(_EXPONENT_BITS).view(torch.float32)
+    return torch.div(x, power.clamp(min=_SMALLEST_POWER), out=out)
+
+
+def scaled_half(x: torch.Tensor, out: torch.Tensor) -> None:
+    """Exactly scaled matrices in half precision whose Gram matrices stay in range.
+
+    The largest entries end up near ``2^-k`` with ``4^k`` about the long side, so that sums of that
+    many squares are near 1 and neither overflow nor vanish in float16.
+
+    Args:
+        x: ``(B, M, N)``, any floating type and strides; not changed.
+        out: ``(B, M, N)`` float16 or bfloat16.
+    """
+    power = largest_entry(x.float()).view(torch.int32).bitwise_and(_EXPONENT_BITS).view(torch.float32)
+    halvings = math.ceil(math.log2(max(x.shape[1:])) / 2)
+    # two divisions: the second keeps the product of the divisors inside float32
+    out.copy_(torch.div(x, power.clamp(min=_SMALLEST_POWER)).mul_(2.0**-halvings))

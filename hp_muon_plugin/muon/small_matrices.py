@@ -1,0 +1,144 @@
+"""The part of the iteration that works on small matrices, as a program over fixed buffers.
+
+Everything between the Gram matrices and the factors ``Q`` depends only on how many matrices there
+are and on their short side. So it is written down once, as a list of calls, and run at every step.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hp_muon_plugin.muon.coefficients import Coefficients
+from hp_muon_plugin.muon.products import Operation, Products, run_all
+from hp_muon_plugin.muon.runs import are_factors_mirrored
+from hp_muon_plugin.muon.workspace import Workspace
+
+
+@dataclass(frozen=True, slots=True)
+class RunProgram:
+    """From the Gram matrices of one run to its factors.
+
+    Attributes:
+        operations: Calls, in order.
+        q: ``(B, m, m)``, holds the factors afterwards, each a product with the latest step on the left:
+            ``Q X`` is accurate, ``X Q`` is not, ``X Q^T`` is.
+    """
+
+    operations: tuple[Operation, ...]
+    q: torch.Tensor
+
+    def __call__(self) -> torch.Tensor:
+        """Run the calls; the Gram matrices are used as scratch.
+
+        Returns:
+            The factors, valid until another program of the same workspace runs.
+        """
+        run_all(self.operations)
+        return self.q
+
+
+@dataclass(frozen=True, slots=True)
+class Normalizer:
+    """Trace of the Gram matrices and what normalises with it.
+
+    Attributes:
+        trace: ``(B,)``, receives the squared Frobenius norms.
+        measure: Computes the traces.
+        divide: Divides the Gram matrices by them and prepares the factor for ``Q``.
+        root: ``(B, 1, 1)``, ``1 / sqrt(trace)`` after ``divide``.
+    """
+
+    trace: torch.Tensor
+    measure: tuple[Operation, ...]
+    divide: tuple[Operation, ...]
+    root: torch.Tensor
+
+
+class SmallMatrices:
+    """Buffers and programs for ``B`` small matrices.
+
+    Four buffers of ``(B, m, m)`` are used: ``16 B m^2`` bytes in float32.
+
+    Args:
+        count: ``B``.
+        short: ``m``.
+        products: How products are computed.
+        workspace: Where the buffers come from.
+        dtype: Their type.
+    """
+
+    def __init__(
+        self, count: int, short: int, products: Products, workspace: Workspace, dtype: torch.dtype = torch.float32
+    ) -> None:
+        shape = (count, short, short)
+        self.gram = workspace.take("gram", shape, dtype)
+        self._products = products
+        self._spare = [workspace.take(f"small{i}", shape, dtype) for i in range(3)]
+        self.normalizer = self._normalizer(workspace, count)
+
+    def run_program(self, run: Sequence[Coefficients], *, is_first: bool) -> RunProgram:
+        """The program of one run.
+
+        Args:
+            run: ``(a, b, c)`` of its steps.
+            is_first: Whether the Gram matrices are those of the raw input, already divided by their
+                traces, so that the factors are scaled by ``1 / sqrt(trace)``.
+
+        Returns:
+            The program; it uses :attr:`gram` as scratch.
+        """
+        spare, gram, products = list(self._spare), self.gram, self._products
+        operations: list[Operation] = []
+        is_mirrored = are_factors_mirrored(run)
+        q: torch.Tensor | None = None
+        for step, row in enumerate(run):
+            p = spare.pop()
+            operations += self._polynomial(row, p)
+            if step < len(run) - 1:
+                half = spare.pop()
+                operations += products.product(p, gram, half)
+                operations += products.product(half, p, gram)
+                spare.append(half)
+            if q is None:
+                q = p
+            else:
+                grown = spare.pop()
+                operations += products.product(p, q, grown, is_mirrored=is_mirrored)
+                spare += [p, q]
+                q = grown
+        assert q is not None, "a run has at least one step"
+        if is_first:
+            operations.append(Operation(q.mul_, (self.normalizer.root,)))
+        return RunProgram(tuple(operations), q)
+
+    def _polynomial(self, row: Coefficients, out: torch.Tensor) -> list[Operation]:
+        """``out = a I + b R + c R R``."""
+        a, b, c = row
+        if c == 0.0:
+            operations = [Operation(torch.mul, (self.gram, _scalar(b, out)), {"out": out})]
+        else:
+            operations = self._products.square(self.gram, linear=b, quadratic=c, out=out)
+        return [*operations, Operation(out.diagonal(dim1=-2, dim2=-1).add_, (_scalar(a, out),))]
+
+    def _normalizer(self, workspace: Workspace, count: int) -> Normalizer:
+        trace = workspace.take("trace", (count,))
+        root = workspace.take("root", (count, 1, 1))
+        diagonal = self.gram.diagonal(dim1=-2, dim2=-1)
+        column = trace.view(count, 1, 1)
+        smallest = torch.tensor(torch.finfo(torch.float32).tiny, device=trace.device)
+        return Normalizer(
+            trace,
+            (Operation(torch.sum, (diagonal,), {"dim": -1, "dtype": torch.float32, "out": trace}),),
+            (
+                Operation(torch.maximum, (trace, smallest), {"out": trace}),
+                Operation(self.gram.div_, (column,)),
+                Operation(torch.rsqrt, (column,), {"out": root}),
+            ),
+            root,
+        )
+
+
+def _scalar(value: float, like: torch.Tensor) -> torch.Tensor:
+    """A 0-dim tensor: a Python number would be turned into one at every use."""
+    return torch.tensor(value, device=like.device)
