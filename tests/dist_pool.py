@@ -4,10 +4,12 @@
 results in rank order. A rank that raises ends all of them, and its traceback is the test's failure.
 """
 
+import contextlib
 import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
+import signal
 import tempfile
 import time
 import traceback
@@ -45,6 +47,8 @@ def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any, ti
             for process, receiver in workers:
                 process.kill()
                 process.join()
+                with contextlib.suppress(ProcessLookupError):  # what the rank had started, as Megatron's writers
+                    os.killpg(process.pid, signal.SIGKILL)
                 receiver.close()
 
 
@@ -60,6 +64,7 @@ def joined(launch: Launch, *, timeout_s: float = 30.0) -> None:
 
 
 def _rank(sender: Any, function: Callable[..., Any], launch: Launch, arguments: tuple[Any, ...]) -> None:
+    os.setpgid(0, 0)
     torch.set_num_threads(1)
     try:
         answer = (True, pickle.dumps(function(launch, *arguments)))

@@ -3,6 +3,7 @@
 Under torchrun this is not used. torch is not imported here: the launcher costs nothing.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -159,3 +160,6 @@ def _end(processes: list["subprocess.Popen[bytes]"]) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+    for process in processes:  # what a rank had started itself, such as a writer of checkpoints
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)

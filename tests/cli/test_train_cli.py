@@ -253,3 +253,18 @@ def test_a_rank_that_raises_is_named_with_its_message(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "20 steps in a row had a NaN or infinite gradient" in done.stderr
     assert done.stderr.count("hp-muon:") == 1
+
+
+@pytest.mark.slow  # starts two real ranks
+def test_what_a_rank_started_ends_with_the_run(tmp_path: Path) -> None:
+    """Megatron's writers of checkpoints are processes of their own, and stayed behind."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, subprocess\n"
+        "if 'LOCAL_RANK' in os.environ:\n"
+        "    child = subprocess.Popen(['sleep', '300'], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)\n"
+        f"    open(f'{tmp_path}/child.' + os.environ['RANK'], 'w').write(str(child.pid))\n"
+    )
+    done = hp_muon("train", *TINY, "run.steps=2", folder=tmp_path, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    children = [int((tmp_path / f"child.{rank}").read_text()) for rank in range(2)]
+    assert not [pid for pid in children if _is_running(pid)]
