@@ -1,4 +1,4 @@
-"""``hp-muon``: train, doctor."""
+"""``hp-muon``: train, bench, doctor."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -10,6 +10,7 @@ _USAGE = """usage: hp-muon COMMAND ...
   train [OVERRIDE ...]   train a megatron-core GPT; Hydra overrides such as
                          optimizer=adamw model=tiny_dense topology.ranks=2 run.steps=100
                          --dry-run prints the plan and stops; --cfg job, --info and -m are Hydra's
+  bench newton-schulz    polar factors: ours against peers, with the machine's floor; --help lists options
   doctor                 versions, platform, hooks, and what would not work and why
   --version              print the version
 """
@@ -28,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given[0] == "--version":
         print(hp_muon_plugin.__version__)
         return
-    commands: dict[str, Callable[[list[str]], int]] = {"train": _train, "doctor": _doctor}
+    commands: dict[str, Callable[[list[str]], int]] = {"train": _train, "bench": _bench, "doctor": _doctor}
     if given[0] not in commands:
         print(f"hp-muon: no command {given[0]!r}; commands are {', '.join(commands)}", file=sys.stderr)
         sys.exit(2)
@@ -37,6 +38,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _train(arguments: list[str]) -> int:
     from hp_muon_plugin.cli.train import run
+
+    return run(arguments)
+
+
+def _bench(arguments: list[str]) -> int:
+    from hp_muon_plugin.cli.bench import run
 
     return run(arguments)
 

@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 from hp_muon_plugin.config.choices import FloatDtype
+from hp_muon_plugin.errors import ConfigError
 from hp_muon_plugin.muon.coefficients import Coefficients
 from hp_muon_plugin.muon.runs import BFLOAT16, FLOAT16, IEEE_FLOAT32, GramPrecision, segments
 
@@ -37,14 +39,17 @@ class Algorithm:
         form: Gram runs as long as precision allows, or the standard iteration step by step.
         num_blocks: Block rows of symmetric products; 1 computes every entry.
         dtype: Type of the products. float16 and bfloat16 work on exactly scaled copies.
+        has_kernel: Symmetric products by one Triton kernel each, where Triton is installed.
     """
 
     form: Form
     num_blocks: int = 1
     dtype: FloatDtype = FloatDtype.float32
+    has_kernel: bool = False
 
     def __str__(self) -> str:
         blocks = f", symmetric in {self.num_blocks} block rows" if self.num_blocks > 1 else ""
+        blocks = ", symmetric in one kernel" if self.has_kernel else blocks
         return f"{self.form} {self.dtype}{blocks}"
 
     @property
@@ -77,9 +82,9 @@ class Algorithm:
         Returns:
             Per run ``4 m^2 n`` to form and apply, and ``2 m^3`` for each small product: one per
             step for the square, and three more for each step after the first. Symmetric products
-            cost ``(k + 1) / 2k`` of that; applying costs ``2 m^2 n`` in full.
+            cost ``(k + 1) / 2k`` of that, or half in one kernel; applying costs ``2 m^2 n`` in full.
         """
-        share = (self.num_blocks + 1) / (2 * self.num_blocks)
+        share = 0.5 if self.has_kernel else (self.num_blocks + 1) / (2 * self.num_blocks)
         total, side = 0.0, padded or short
         for steps in run_lengths:
             small = steps + 3 * (steps - 1)
@@ -109,6 +114,7 @@ class Rule:
 
 
 _ANY = 1 << 62
+_FIX = "write one with hp-muon bench newton-schulz --calibrate FILE, or leave it out"
 
 # Below 12 a single direction that float32 Gram matrices lose (singular values below 2.4e-4 of the norm)
 # weighs more than 1.5e-3 of the result: the standard form, which costs little there.
@@ -126,8 +132,7 @@ TABLE: tuple[Rule, ...] = (
     Rule("cpu", _ANY, 1.0, Algorithm(Form.standard, 8)),
     Rule("cuda", 12, 1.0, Algorithm(Form.standard)),
     Rule("cuda", 257, 1.0, Algorithm(Form.gram)),
-    Rule("cuda", _ANY, 1.5, Algorithm(Form.gram, dtype=FloatDtype.float16)),
-    Rule("cuda", _ANY, 1.0, Algorithm(Form.standard, dtype=FloatDtype.float16)),
+    Rule("cuda", _ANY, 1.0, Algorithm(Form.gram, dtype=FloatDtype.float16, has_kernel=True)),
     Rule("npu", 12, 1.0, Algorithm(Form.standard)),
     Rule("npu", 257, 1.0, Algorithm(Form.gram)),
     Rule("npu", _ANY, 1.5, Algorithm(Form.gram, dtype=FloatDtype.float16)),
@@ -187,22 +192,27 @@ def load_table(path: Path) -> tuple[Rule, ...]:
 
     Returns:
         The rows of the file before the built-in ones.
+
+    Raises:
+        ConfigError: If there is no such file, or it holds no table.
     """
-    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-    read = [
-        Rule(
-            row["device"],
-            row["short_below"],
-            row["aspect_from"],
-            Algorithm(
-                Form(row["algorithm"]["form"]),
-                row["algorithm"]["num_blocks"],
-                FloatDtype(row["algorithm"]["dtype"]),
-            ),
-        )
-        for row in rows
-    ]
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+        read = [_read_rule(row) for row in rows]
+    except FileNotFoundError:
+        raise ConfigError("optimizer.ns_table", path, "there is no such file", _FIX) from None
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        why = f"is no table of algorithms ({type(error).__name__}: {error})"
+        raise ConfigError("optimizer.ns_table", path, why, _FIX) from None
     return (*read, *TABLE)
+
+
+def _read_rule(row: dict[str, Any]) -> Rule:
+    told = row["algorithm"]
+    algorithm = Algorithm(
+        Form(told["form"]), int(told["num_blocks"]), FloatDtype(told["dtype"]), bool(told.get("has_kernel", False))
+    )
+    return Rule(str(row["device"]), int(row["short_below"]), float(row["aspect_from"]), algorithm)
 
 
 def save_table(rules: Sequence[Rule], path: Path, *, note: str) -> None:

@@ -17,8 +17,9 @@ tall, in any strides; the last product writes the result where it belongs, or up
 """
 
 import contextlib
+import importlib.util
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 
@@ -26,38 +27,18 @@ from hp_muon_plugin.config.choices import NonFinite
 from hp_muon_plugin.errors import GradientError
 from hp_muon_plugin.muon.algorithm import Algorithm, Form
 from hp_muon_plugin.muon.coefficients import Coefficients
-from hp_muon_plugin.muon.precision import gram_precision, ieee_float32
+from hp_muon_plugin.muon.precision import gram_precision, ieee_float32, settings
+from hp_muon_plugin.muon.prepared import Prepared, Runs, applied, prepare
 from hp_muon_plugin.muon.products import BlockSymmetricProducts, FullProducts, Products, run_all
 from hp_muon_plugin.muon.runs import segments
 from hp_muon_plugin.muon.scaling import is_in_range, largest_entry, scaled, scaled_half
-from hp_muon_plugin.muon.small_matrices import RunProgram, SmallMatrices
+from hp_muon_plugin.muon.small_matrices import SmallMatrices
 from hp_muon_plugin.muon.stack import Stack, Target, chunks
 from hp_muon_plugin.muon.workspace import Workspace
 
 __all__ = ["NewtonSchulz", "Stack", "Target", "orthogonalize"]
 
-Runs = tuple[tuple[Coefficients, ...], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    """Programs and buffers for one set of shapes.
-
-    Attributes:
-        small: The small matrices.
-        gram: Slice of the Gram buffer of each stack.
-        is_padded: Whether a stack has a smaller short side than the buffer.
-        programs: One for each run.
-        factors: For each run, the slice of the factors of each stack.
-        carried: For each run but the last, the buffer of each stack.
-    """
-
-    small: SmallMatrices
-    gram: list[torch.Tensor]
-    is_padded: bool
-    programs: list[RunProgram]
-    factors: list[list[torch.Tensor]]
-    carried: list[list[torch.Tensor]]
+_UNCHANGED = contextlib.nullcontext()
 
 
 class NewtonSchulz:
@@ -99,10 +80,10 @@ class NewtonSchulz:
         self._always_scales = device.type != "cpu" if always_scales is None else always_scales
         self._num_non_finite = torch.zeros((), dtype=torch.int64, device=device)
         self._dtype: torch.dtype = getattr(torch, algorithm.dtype)
-        self._products: Products = FullProducts()
-        if algorithm.num_blocks > 1:
-            self._products = BlockSymmetricProducts(algorithm.num_blocks, self._workspace)
-        self._prepared: dict[tuple[Runs, tuple[torch.Size, ...]], _Chunk] = {}
+        self._products = _products(algorithm, self._workspace)
+        self._prepared: dict[tuple[Runs, tuple[torch.Size, ...]], Prepared] = {}
+        self._version = self._workspace.version
+        self._settings = settings(device)
 
     @property
     def runs(self) -> Runs:
@@ -117,7 +98,6 @@ class NewtonSchulz:
         """Matrices left out so far, with ``non_finite=skip``. Reading it waits for the device."""
         return int(self._num_non_finite)
 
-    @torch.no_grad()
     def __call__(self, stacks: Sequence[Stack]) -> None:
         """Orthogonalise all matrices and write the targets.
 
@@ -133,12 +113,11 @@ class NewtonSchulz:
         present = [stack for stack in stacks if stack.x.numel()]
         if not present:
             return
-        if self._non_finite is NonFinite.error:
-            _refuse_non_finite(present)
-        with self._exact():
-            runs = self.runs
-            for chunk in chunks(present, self._max_bytes, self._device):
-                self._run(chunk, runs)
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                self._run_all(present)
+        else:
+            self._run_all(present)
 
     def gram(self, xs: Sequence[torch.Tensor]) -> torch.Tensor:
         """Gram matrices of matrices of one short side, not normalised.
@@ -156,7 +135,7 @@ class NewtonSchulz:
         out = torch.empty(sum(x.shape[0] for x in xs), short, short, device=self._device)
         with self._exact():
             for x, piece in zip(xs, out.split([x.shape[0] for x in xs]), strict=True):
-                self._products.gram(x, piece)
+                run_all(self._products.gram(x, piece))
         return out
 
     def factor(self, gram: torch.Tensor, run: Sequence[Coefficients], *, is_first: bool) -> torch.Tensor:
@@ -174,73 +153,82 @@ class NewtonSchulz:
         small.gram.copy_(gram)
         with self._exact():
             if is_first:
-                run_all((*small.normalizer.measure, *small.normalizer.divide))
-            return small.run_program(run, is_first=is_first)()
+                run_all((*small.normalizer.measure, small.normalizer.guard, *small.normalizer.divide))
+            program = small.run_program(run, is_first=is_first)
+            run_all(program.operations)
+            if program.identity:
+                program.complete()
+        return program.q
+
+    def _run_all(self, stacks: Sequence[Stack]) -> None:
+        if self._non_finite is NonFinite.error:
+            _refuse_non_finite(stacks)
+        with self._exact():
+            runs = self.runs
+            for chunk in chunks(stacks, self._max_bytes, self._device):
+                self._run(chunk, runs)
 
     def _run(self, chunk: Sequence[Stack], runs: Runs) -> None:
         current = [self._copied(stack, position) for position, stack in enumerate(chunk)]
-        key = (runs, tuple(x.shape for x in current))
-        prepared = self._prepared.get(key)
-        if prepared is None:
-            prepared = self._prepared[key] = self._prepare(current, runs)
-        for index, program in enumerate(prepared.programs):
-            self._form(current, prepared)
-            if index == 0:
-                current = self._normalize(current, chunk, prepared)
-            program()
-            if index < len(prepared.carried):
-                current = _apply(current, prepared.factors[index], prepared.carried[index])
-        for stack, x, q in zip(chunk, current, prepared.factors[-1], strict=True):
+        prepared = self._prepare(tuple([x.shape for x in current]), runs)
+        self._form(current, prepared)
+        current = self._normalize(current, chunk, prepared)
+        run_all(prepared.first)
+        program = prepared.program
+        if prepared.carried:
+            for x, q, out in zip(current, prepared.first_q, prepared.carried, strict=True):
+                applied(x, q, out, identity=0.0)()
+            run_all(prepared.rest)
+            current = prepared.last
+            if program.identity and any(target.keep for stack in chunk for target in stack.targets):
+                program.complete()
+                program = replace(program, identity=0.0)
+        for stack, x, q in zip(chunk, current, prepared.q, strict=True):
             for target in stack.targets:
-                self._write(target, x, q)
+                self._write(target, x, q, program.identity)
 
-    def _prepare(self, current: Sequence[torch.Tensor], runs: Runs) -> _Chunk:
-        counts = [x.shape[0] for x in current]
-        sides = [min(x.shape[1:]) for x in current]
-        short = max(sides)
-        small = SmallMatrices(sum(counts), short, self._products, self._workspace, self._dtype)
-        programs = [small.run_program(run, is_first=index == 0) for index, run in enumerate(runs)]
-        carried = [
-            [
-                self._workspace.take(f"carry{index % 2}.{position}", tuple(x.shape), self._dtype)
-                for position, x in enumerate(current)
-            ]
-            for index in range(len(runs) - 1)
-        ]
-        gram, *factors = [
-            [piece[:, :side, :side] for piece, side in zip(whole.split(counts), sides, strict=True)]
-            for whole in (small.gram, *(program.q for program in programs))
-        ]
-        return _Chunk(small, gram, min(sides) < short, programs, factors, carried)
+    def _prepare(self, shapes: tuple[torch.Size, ...], runs: Runs) -> Prepared:
+        if self._version != self._workspace.version:  # prepared views keep buffers that were replaced alive
+            self._prepared.clear()
+        prepared = self._prepared.get((runs, shapes))
+        if prepared is None:
+            prepared = prepare(shapes, runs, self._products, self._workspace, self._dtype)
+            self._prepared[runs, shapes] = prepared
+            self._version = self._workspace.version
+        return prepared
 
-    def _form(self, current: Sequence[torch.Tensor], prepared: _Chunk) -> None:
-        if prepared.is_padded:
-            prepared.small.gram.zero_()
+    def _form(self, current: Sequence[torch.Tensor], prepared: Prepared) -> None:
+        run_all(prepared.clear)
         for x, piece in zip(current, prepared.gram, strict=True):
-            self._products.gram(x, piece)
+            run_all(self._products.gram(x, piece))
 
-    def _normalize(self, current: list[torch.Tensor], chunk: Sequence[Stack], prepared: _Chunk) -> list[torch.Tensor]:
-        normalizer = prepared.small.normalizer
+    def _normalize(self, current: list[torch.Tensor], chunk: Sequence[Stack], prepared: Prepared) -> list[torch.Tensor]:
+        normalizer = prepared.normalizer
         run_all(normalizer.measure)
         is_scaled = self._always_scales or self._dtype is not torch.float32
-        if not is_scaled and not is_in_range(normalizer.trace):
-            current = [
-                self._scaled(self._cleaned(x, position), stack, position)
-                for position, (x, stack) in enumerate(zip(current, chunk, strict=True))
-            ]
-            self._form(current, prepared)
-            run_all(normalizer.measure)
+        if is_scaled or not is_in_range(normalizer.trace):
+            if not is_scaled:
+                current = [
+                    self._scaled(self._cleaned(x, position), stack, position)
+                    for position, (x, stack) in enumerate(zip(current, chunk, strict=True))
+                ]
+                self._form(current, prepared)
+                run_all(normalizer.measure)
+            normalizer.guard()
         run_all(normalizer.divide)
         return current
 
-    def _write(self, target: Target, x: torch.Tensor, q: torch.Tensor) -> None:
-        left, right = target.factors(x, q)
+    def _write(self, target: Target, x: torch.Tensor, q: torch.Tensor, identity: float) -> None:
+        left, right, addend = target.factors(x, q)
         out = target.tensor
         if out.dtype is self._dtype:
-            torch.baddbmm(out, left, right, beta=target.keep, alpha=target.scale, out=out)
+            beta = identity * target.scale
+            if beta == 0.0:
+                addend, beta = out, target.keep
+            torch.baddbmm(addend, left, right, beta=beta, alpha=target.scale, out=out)
             return
         product = self._workspace.take("product", tuple(out.shape), self._dtype)
-        torch.bmm(left, right, out=product)
+        torch.baddbmm(addend, left, right, beta=identity, out=product)
         if target.keep == 0.0:
             out.copy_(product.mul_(target.scale))
         else:
@@ -271,7 +259,19 @@ class NewtonSchulz:
         return copy.copy_(x).masked_fill_(is_bad, 0.0)
 
     def _exact(self) -> contextlib.AbstractContextManager[None]:
-        return ieee_float32(self._device)
+        if all(setting.is_ieee() for setting in self._settings):
+            return _UNCHANGED
+        return ieee_float32(self._settings)
+
+
+def _products(algorithm: Algorithm, workspace: Workspace) -> Products:
+    if algorithm.has_kernel and importlib.util.find_spec("triton") is not None:
+        from hp_muon_plugin.muon.triton_products import TritonProducts
+
+        return TritonProducts()
+    if algorithm.num_blocks > 1:
+        return BlockSymmetricProducts(algorithm.num_blocks, workspace)
+    return FullProducts()
 
 
 def _refuse_non_finite(stacks: Sequence[Stack]) -> None:
@@ -283,17 +283,6 @@ def _refuse_non_finite(stacks: Sequence[Stack]) -> None:
             "(non_finite=error); nothing was written\n"
             "  fix: look at where these gradients come from, or use non_finite=skip"
         )
-
-
-def _apply(
-    current: Sequence[torch.Tensor], factors: Sequence[torch.Tensor], out: list[torch.Tensor]
-) -> list[torch.Tensor]:
-    for x, q, carried in zip(current, factors, out, strict=True):
-        if x.shape[1] <= x.shape[2]:
-            torch.bmm(q, x, out=carried)
-        else:
-            torch.bmm(x, q.mT, out=carried)
-    return out
 
 
 @torch.no_grad()

@@ -9,28 +9,16 @@ The products of small matrices are returned as operations on fixed buffers, so t
 again without building anything.
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from hp_muon_plugin.muon.workspace import Workspace
 
-
-@dataclass(frozen=True, slots=True)
-class Operation:
-    """One call on fixed buffers.
-
-    Attributes:
-        function: What to call.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-    """
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any] = field(default_factory=dict)
+# A call on fixed buffers, with all its arguments.
+Operation = partial[Any]
 
 
 def run_all(operations: Iterable[Operation]) -> None:
@@ -40,14 +28,14 @@ def run_all(operations: Iterable[Operation]) -> None:
         operations: What to run.
     """
     for operation in operations:
-        operation.function(*operation.args, **operation.kwargs)
+        operation()
 
 
 class Products(Protocol):
     """The products that one algorithm uses."""
 
-    def gram(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """``out = X X^T`` for wide, ``X^T X`` for tall matrices, now.
+    def gram(self, x: torch.Tensor, out: torch.Tensor) -> list[Operation]:
+        """``out = X X^T`` for wide, ``X^T X`` for tall matrices.
 
         Args:
             x: ``(B, M, N)``, any strides.
@@ -58,30 +46,51 @@ class Products(Protocol):
         """``out = linear * R + quadratic * R R`` for symmetric ``R``, ``(B, m, m)``."""
 
     def product(
-        self, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, *, is_mirrored: bool = True
+        self,
+        left: torch.Tensor,
+        right: torch.Tensor,
+        addend: torch.Tensor,
+        *,
+        factor: float,
+        out: torch.Tensor,
+        is_mirrored: bool = True,
     ) -> list[Operation]:
-        """``out = left right`` for commuting symmetric matrices, ``(B, m, m)``, mirrored or entry by entry."""
+        """``out = factor * addend + left right`` for commuting symmetric matrices, ``(B, m, m)``.
+
+        Args:
+            left: First factor.
+            right: Second factor.
+            addend: What is added.
+            factor: Its factor.
+            out: Receives the result; none of the others.
+            is_mirrored: Whether the upper triangle may be the mirrored lower one.
+        """
 
 
 class FullProducts:
     """Every entry is computed: batched products in one call each."""
 
-    def gram(self, x: torch.Tensor, out: torch.Tensor) -> None:
+    def gram(self, x: torch.Tensor, out: torch.Tensor) -> list[Operation]:
         """See :class:`Products`."""
-        if x.shape[1] <= x.shape[2]:
-            torch.bmm(x, x.mT, out=out)
-        else:
-            torch.bmm(x.mT, x, out=out)
+        left, right = (x, x.mT) if x.shape[1] <= x.shape[2] else (x.mT, x)
+        return [Operation(torch.bmm, left, right, out=out)]
 
     def square(self, r: torch.Tensor, *, linear: float, quadratic: float, out: torch.Tensor) -> list[Operation]:
         """See :class:`Products`."""
-        return [Operation(torch.baddbmm, (r, r, r), {"beta": linear, "alpha": quadratic, "out": out})]
+        return [Operation(torch.baddbmm, r, r, r, beta=linear, alpha=quadratic, out=out)]
 
     def product(
-        self, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, *, is_mirrored: bool = True
+        self,
+        left: torch.Tensor,
+        right: torch.Tensor,
+        addend: torch.Tensor,
+        *,
+        factor: float,
+        out: torch.Tensor,
+        is_mirrored: bool = True,
     ) -> list[Operation]:
         """See :class:`Products`."""
-        return [Operation(torch.bmm, (left, right), {"out": out})]
+        return [Operation(torch.baddbmm, addend, left, right, beta=factor, out=out)]
 
 
 class BlockSymmetricProducts:
@@ -99,15 +108,14 @@ class BlockSymmetricProducts:
         self._workspace = workspace
         self._half = torch.tensor(0.5, device=workspace.device)
 
-    def gram(self, x: torch.Tensor, out: torch.Tensor) -> None:
+    def gram(self, x: torch.Tensor, out: torch.Tensor) -> list[Operation]:
         """See :class:`Products`."""
-        is_wide = x.shape[1] <= x.shape[2]
-        for start, stop in self._rows(out.shape[1]):
-            if is_wide:
-                torch.bmm(x[:, start:stop], x[:, :stop].mT, out=out[:, start:stop, :stop])
-            else:
-                torch.bmm(x[:, :, start:stop].mT, x[:, :, :stop], out=out[:, start:stop, :stop])
-        run_all(self._mirror(out))
+        y = x if x.shape[1] <= x.shape[2] else x.mT
+        operations = [
+            Operation(torch.bmm, y[:, start:stop], y[:, :stop].mT, out=out[:, start:stop, :stop])
+            for start, stop in self._rows(out.shape[1])
+        ]
+        return operations + self._mirror(out)
 
     def square(self, r: torch.Tensor, *, linear: float, quadratic: float, out: torch.Tensor) -> list[Operation]:
         """See :class:`Products`."""
@@ -115,19 +123,26 @@ class BlockSymmetricProducts:
         for start, stop in self._rows(r.shape[1]):
             args = (r[:, start:stop, :stop], r[:, start:stop], r[:, :, :stop])
             target = out[:, start:stop, :stop]
-            operations.append(Operation(torch.baddbmm, args, {"beta": linear, "alpha": quadratic, "out": target}))
+            operations.append(Operation(torch.baddbmm, *args, beta=linear, alpha=quadratic, out=target))
         return operations + self._mirror(out)
 
     def product(
-        self, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, *, is_mirrored: bool = True
+        self,
+        left: torch.Tensor,
+        right: torch.Tensor,
+        addend: torch.Tensor,
+        *,
+        factor: float,
+        out: torch.Tensor,
+        is_mirrored: bool = True,
     ) -> list[Operation]:
         """See :class:`Products`."""
         if not is_mirrored:
-            return [Operation(torch.bmm, (left, right), {"out": out})]
-        operations = [
-            Operation(torch.bmm, (left[:, start:stop], right[:, :, :stop]), {"out": out[:, start:stop, :stop]})
-            for start, stop in self._rows(left.shape[1])
-        ]
+            return [Operation(torch.baddbmm, addend, left, right, beta=factor, out=out)]
+        operations = []
+        for start, stop in self._rows(left.shape[1]):
+            args = (addend[:, start:stop, :stop], left[:, start:stop], right[:, :, :stop])
+            operations.append(Operation(torch.baddbmm, *args, beta=factor, out=out[:, start:stop, :stop]))
         return operations + self._mirror(out)
 
     def _rows(self, size: int) -> list[tuple[int, int]]:
@@ -140,9 +155,9 @@ class BlockSymmetricProducts:
         for start, stop in self._rows(out.shape[1]):
             if start:
                 below = out[:, start:stop, :start].mT
-                operations.append(Operation(out[:, :start, start:stop].copy_, (below,)))
+                operations.append(Operation(out[:, :start, start:stop].copy_, below))
             block = out[:, start:stop, start:stop]
             scratch = self._workspace.take("mirror", tuple(block.shape), out.dtype)
-            operations.append(Operation(torch.add, (block, block.mT), {"out": scratch}))
-            operations.append(Operation(torch.mul, (scratch, self._half), {"out": block}))
+            operations.append(Operation(torch.add, block, block.mT, out=scratch))
+            operations.append(Operation(torch.mul, scratch, self._half, out=block))
         return operations

@@ -10,32 +10,27 @@ from dataclasses import dataclass
 import torch
 
 from hp_muon_plugin.muon.coefficients import Coefficients
-from hp_muon_plugin.muon.products import Operation, Products, run_all
+from hp_muon_plugin.muon.products import Operation, Products
 from hp_muon_plugin.muon.runs import are_factors_mirrored
 from hp_muon_plugin.muon.workspace import Workspace
 
 
 @dataclass(frozen=True, slots=True)
 class RunProgram:
-    """From the Gram matrices of one run to its factors.
+    """From the Gram matrices of one run to its factors ``identity * I + q``.
 
     Attributes:
-        operations: Calls, in order.
+        operations: Calls, in order; the Gram matrices are used as scratch.
         q: ``(B, m, m)``, holds the factors afterwards, each a product with the latest step on the left:
-            ``Q X`` is accurate, ``X Q`` is not, ``X Q^T`` is.
+            ``Q X`` is accurate, ``X Q`` is not, ``X Q^T`` is. Valid until another program runs.
+        identity: What is missing on the diagonal of ``q``: it costs less to add ``X`` to a product.
+        complete: Adds it.
     """
 
     operations: tuple[Operation, ...]
     q: torch.Tensor
-
-    def __call__(self) -> torch.Tensor:
-        """Run the calls; the Gram matrices are used as scratch.
-
-        Returns:
-            The factors, valid until another program of the same workspace runs.
-        """
-        run_all(self.operations)
-        return self.q
+    identity: float
+    complete: Operation
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +40,14 @@ class Normalizer:
     Attributes:
         trace: ``(B,)``, receives the squared Frobenius norms.
         measure: Computes the traces.
+        guard: Raises the trace of zero matrices, so that they are not divided by zero.
         divide: Divides the Gram matrices by them and prepares the factor for ``Q``.
         root: ``(B, 1, 1)``, ``1 / sqrt(trace)`` after ``divide``.
     """
 
     trace: torch.Tensor
     measure: tuple[Operation, ...]
+    guard: Operation
     divide: tuple[Operation, ...]
     root: torch.Tensor
 
@@ -91,35 +88,38 @@ class SmallMatrices:
         spare, gram, products = list(self._spare), self.gram, self._products
         operations: list[Operation] = []
         is_mirrored = are_factors_mirrored(run)
+        is_apart = len(run) == 1 and not is_first
         q: torch.Tensor | None = None
         for step, row in enumerate(run):
-            p = spare.pop()
-            operations += self._polynomial(row, p)
+            a = row[0]
+            z = spare.pop()  # b R + c R R, so that P = a I + Z is never formed
+            operations += self._without_identity(row, z)
             if step < len(run) - 1:
                 half = spare.pop()
-                operations += products.product(p, gram, half)
-                operations += products.product(half, p, gram)
+                operations += products.product(z, gram, gram, factor=a, out=half)
+                operations += products.product(half, z, half, factor=a, out=gram)
                 spare.append(half)
             if q is None:
-                q = p
+                q = z
+                complete = Operation(q.diagonal(dim1=-2, dim2=-1).add_, _scalar(a, q))
+                if not is_apart:
+                    operations.append(complete)
             else:
                 grown = spare.pop()
-                operations += products.product(p, q, grown, is_mirrored=is_mirrored)
-                spare += [p, q]
+                operations += products.product(z, q, q, factor=a, out=grown, is_mirrored=is_mirrored)
+                spare += [z, q]
                 q = grown
         assert q is not None, "a run has at least one step"
         if is_first:
-            operations.append(Operation(q.mul_, (self.normalizer.root,)))
-        return RunProgram(tuple(operations), q)
+            operations.append(Operation(q.mul_, self.normalizer.root))
+        return RunProgram(tuple(operations), q, run[0][0] if is_apart else 0.0, complete)
 
-    def _polynomial(self, row: Coefficients, out: torch.Tensor) -> list[Operation]:
-        """``out = a I + b R + c R R``."""
-        a, b, c = row
+    def _without_identity(self, row: Coefficients, out: torch.Tensor) -> list[Operation]:
+        """``out = b R + c R R``."""
+        _, b, c = row
         if c == 0.0:
-            operations = [Operation(torch.mul, (self.gram, _scalar(b, out)), {"out": out})]
-        else:
-            operations = self._products.square(self.gram, linear=b, quadratic=c, out=out)
-        return [*operations, Operation(out.diagonal(dim1=-2, dim2=-1).add_, (_scalar(a, out),))]
+            return [Operation(torch.mul, self.gram, _scalar(b, out), out=out)]
+        return self._products.square(self.gram, linear=b, quadratic=c, out=out)
 
     def _normalizer(self, workspace: Workspace, count: int) -> Normalizer:
         trace = workspace.take("trace", (count,))
@@ -129,11 +129,11 @@ class SmallMatrices:
         smallest = torch.tensor(torch.finfo(torch.float32).tiny, device=trace.device)
         return Normalizer(
             trace,
-            (Operation(torch.sum, (diagonal,), {"dim": -1, "dtype": torch.float32, "out": trace}),),
+            (Operation(torch.sum, diagonal, dim=-1, dtype=torch.float32, out=trace),),
+            Operation(torch.maximum, trace, smallest, out=trace),
             (
-                Operation(torch.maximum, (trace, smallest), {"out": trace}),
-                Operation(self.gram.div_, (column,)),
-                Operation(torch.rsqrt, (column,), {"out": root}),
+                Operation(self.gram.div_, column),
+                Operation(torch.rsqrt, column, out=root),
             ),
             root,
         )

@@ -32,15 +32,15 @@ class Target:
     keep: float = 0.0
     scale: float = 1.0
 
-    def factors(self, x: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The two factors of the last product, shaped for :attr:`tensor`.
+    def factors(self, x: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The two factors of the last product and its input, shaped for :attr:`tensor`.
 
         Args:
             x: ``(B, M, N)`` of the whole stack.
             q: ``(B, m, m)`` of the whole stack.
 
         Returns:
-            Left and right, both with the leading size of :attr:`tensor`.
+            Left, right and the matrices themselves, all with the leading size of :attr:`tensor`.
         """
         is_wide = x.shape[1] <= x.shape[2]
         if self.first or self.count != x.shape[0]:
@@ -49,9 +49,10 @@ class Target:
         left, right = (q, x) if is_wide else (x, q.mT)
         blocks = self.tensor.shape[0]
         if blocks == self.count:
-            return left, right
+            return left, right, x
         assert self.count == 1, (self.tensor.shape, self.count)
-        return left[0].unflatten(0, (blocks, -1)), right.expand(blocks, -1, -1)
+        in_blocks = x[0].unflatten(0, (blocks, -1))
+        return left[0].unflatten(0, (blocks, -1)), right.expand(blocks, -1, -1), in_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class Stack:
         return min(self.x.shape[1:])
 
 
-def chunks(stacks: Sequence[Stack], max_bytes: int | None, device: torch.device) -> Iterator[list[Stack]]:
+def chunks(stacks: Sequence[Stack], max_bytes: int | None, device: torch.device) -> Sequence[Sequence[Stack]]:
     """Cut stacks so that the small matrices of a chunk fit; targets are cut with them.
 
     Args:
@@ -82,17 +83,20 @@ def chunks(stacks: Sequence[Stack], max_bytes: int | None, device: torch.device)
         max_bytes: Limit for ``16 B m^2``; None for the device's default.
         device: Where they live.
 
-    Yields:
+    Returns:
         Lists of stacks with at least one matrix each.
     """
-    short = max(stack.short for stack in stacks)
+    short = max([stack.short for stack in stacks])
     if max_bytes is None:
         is_cut = device.type == "cpu" and short >= _CPU_CUT_FROM
         max_bytes = _CPU_CACHE_BYTES if is_cut else _DEVICE_BYTES
     limit = max(1, max_bytes // (_SMALL_BUFFERS_BYTES * short * short))
-    if sum(stack.x.shape[0] for stack in stacks) <= limit:
-        yield list(stacks)
-        return
+    if sum([stack.x.shape[0] for stack in stacks]) <= limit:
+        return [stacks]
+    return list(_cut(stacks, limit))
+
+
+def _cut(stacks: Sequence[Stack], limit: int) -> Iterator[list[Stack]]:
     chunk: list[Stack] = []
     room = limit
     for stack in stacks:

@@ -18,6 +18,8 @@ class Workspace:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.version = 0
+        """Counts how often a buffer was replaced by a larger one; views taken before keep the old alive."""
         self._buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
         self._views: dict[_Key, torch.Tensor] = {}
 
@@ -39,6 +41,7 @@ class Workspace:
         numel = math.prod(shape)
         buffer = self._buffers.get((name, dtype))
         if buffer is None or buffer.numel() < numel:
+            self.version += buffer is not None
             buffer = self._buffers[name, dtype] = torch.empty(numel, device=self.device, dtype=dtype)
             self._views = {key: view for key, view in self._views.items() if (key[0], key[2]) != (name, dtype)}
         view = self._views[name, shape, dtype] = buffer[:numel].view(shape)

@@ -268,7 +268,8 @@ def test_bad_matrices_are_skipped_and_counted(algorithm: Algorithm, always_scale
     wanted = 0.9 * weight
     wanted[[0, 2]] -= 0.1 * orthogonalize(x[[0, 2]], engine(algorithm))
     iteration([Stack(x, (Target(weight, 0, 4, keep=0.9, scale=-0.1),))])
-    torch.testing.assert_close(weight, wanted, rtol=1e-5, atol=1e-6)
+    tolerance = 1e-5 if algorithm.dtype is FloatDtype.float32 else 2e-3
+    torch.testing.assert_close(weight, wanted, rtol=tolerance, atol=tolerance)
     assert iteration.num_non_finite == 2
     assert torch.equal(x.nan_to_num(), before.nan_to_num())
 

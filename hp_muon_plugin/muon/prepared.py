@@ -1,0 +1,113 @@
+"""Everything of the iteration that does not depend on where the input lies, built once per set of shapes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hp_muon_plugin.muon.coefficients import Coefficients
+from hp_muon_plugin.muon.products import Operation, Products
+from hp_muon_plugin.muon.small_matrices import Normalizer, RunProgram, SmallMatrices
+from hp_muon_plugin.muon.workspace import Workspace
+
+Runs = tuple[tuple[Coefficients, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Operations on fixed buffers for one set of shapes.
+
+    Attributes:
+        clear: Zeroes the Gram buffer, if smaller matrices are padded in it.
+        gram: Slice of the Gram buffer of each stack.
+        normalizer: Of the first run.
+        first: From the first Gram matrices to the factors of the first run.
+        first_q: The part of each stack in these factors.
+        carried: Receives each stack after the first run; empty if there is only one.
+        rest: Everything after that, up to the factors of the last run.
+        last: Each stack before the last run, or empty if there is only one.
+        q: The part of each stack in the factors of the last run.
+        program: The last run.
+    """
+
+    clear: tuple[Operation, ...]
+    gram: list[torch.Tensor]
+    normalizer: Normalizer
+    first: tuple[Operation, ...]
+    first_q: list[torch.Tensor]
+    carried: list[torch.Tensor]
+    rest: tuple[Operation, ...]
+    last: list[torch.Tensor]
+    q: list[torch.Tensor]
+    program: RunProgram
+
+
+def prepare(
+    shapes: Sequence[torch.Size], runs: Runs, products: Products, workspace: Workspace, dtype: torch.dtype
+) -> Prepared:
+    """Build the operations for stacks of some shapes.
+
+    Args:
+        shapes: ``(B_i, M_i, N_i)`` of each stack.
+        runs: The steps of each run.
+        products: How products are computed.
+        workspace: Where buffers come from.
+        dtype: Type of all of them.
+
+    Returns:
+        The operations.
+    """
+    counts, sides = [shape[0] for shape in shapes], [min(shape[1:]) for shape in shapes]
+    small = SmallMatrices(sum(counts), max(sides), products, workspace, dtype)
+    clear = (Operation(small.gram.zero_),) if min(sides) < max(sides) else ()
+
+    def pieces(whole: torch.Tensor) -> list[torch.Tensor]:
+        return [piece[:, :side, :side] for piece, side in zip(whole.split(counts), sides, strict=True)]
+
+    gram = pieces(small.gram)
+    programs = [small.run_program(run, is_first=index == 0) for index, run in enumerate(runs)]
+    carried = [
+        [workspace.take(f"carry{index % 2}.{position}", tuple(shape), dtype) for position, shape in enumerate(shapes)]
+        for index in range(len(runs) - 1)
+    ]
+    rest: list[Operation] = []
+    for index, program in enumerate(programs[1:]):
+        rest += clear
+        for x, piece in zip(carried[index], gram, strict=True):
+            rest += products.gram(x, piece)
+        rest += program.operations
+        if index + 1 < len(carried):
+            rest += [
+                applied(x, q, out, identity=program.identity)
+                for x, q, out in zip(carried[index], pieces(program.q), carried[index + 1], strict=True)
+            ]
+    return Prepared(
+        clear,
+        gram,
+        small.normalizer,
+        programs[0].operations,
+        pieces(programs[0].q),
+        carried[0] if carried else [],
+        tuple(rest),
+        carried[-1] if carried else [],
+        pieces(programs[-1].q),
+        programs[-1],
+    )
+
+
+def applied(x: torch.Tensor, q: torch.Tensor, out: torch.Tensor, *, identity: float) -> Operation:
+    """``out = (identity I + Q) X``, for tall matrices ``X (identity I + Q)^T``.
+
+    Args:
+        x: ``(B, M, N)``.
+        q: ``(B, m, m)``.
+        out: ``(B, M, N)``, not ``x``.
+        identity: See :class:`RunProgram`.
+
+    Returns:
+        The operation.
+    """
+    left, right = (q, x) if x.shape[1] <= x.shape[2] else (x, q.mT)
+    if identity == 0.0:
+        return Operation(torch.bmm, left, right, out=out)
+    return Operation(torch.baddbmm, x, left, right, beta=identity, out=out)
