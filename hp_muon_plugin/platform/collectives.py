@@ -1,9 +1,10 @@
 """The collectives that the plugin uses. Only this module knows c10d's names and backends' rules.
 
 Newer torch warns for names that older ones need (``all_gather_into_tensor`` in 2.13), so both
-spellings are looked up here, once.
+spellings are looked up here, once. Asynchronous collectives are in ``platform/wire.py``.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -52,6 +53,24 @@ class AxisGroup:
         return cls(axis, 1, 0, None)
 
 
+def all_gather_function() -> Callable[..., dist.Work | None]:
+    """The all-gather into one tensor, under the name that this torch does not warn for.
+
+    Returns:
+        ``all_gather_single`` where torch has it, ``all_gather_into_tensor`` otherwise.
+    """
+    return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def reduce_scatter_function() -> Callable[..., dist.Work | None]:
+    """The reduce-scatter from one tensor, under the name that this torch does not warn for.
+
+    Returns:
+        ``reduce_scatter_single`` where torch has it, ``reduce_scatter_tensor`` otherwise.
+    """
+    return getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
 def all_gather(output: torch.Tensor, source: torch.Tensor, axis: AxisGroup) -> None:
     """Gather equally long buffers.
 
@@ -64,8 +83,7 @@ def all_gather(output: torch.Tensor, source: torch.Tensor, axis: AxisGroup) -> N
     if axis.group is None:
         output.copy_(source)
         return
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(output, source, group=axis.group)
+    all_gather_function()(output, source, group=axis.group)
 
 
 def all_reduce_max(tensor: torch.Tensor, axis: AxisGroup) -> None:

@@ -1,0 +1,252 @@
+"""Asynchronous collectives on flat buffers: what the sharded engine sends, and nothing else.
+
+Every buffer is contiguous and one-dimensional, and all ranks of an axis pass buffers of the same
+length. Sums are plain: nothing here averages, because HCCL only emulates averages; callers scale
+first. An axis of one rank goes the same way as any other: its buffers are copied, its handles are
+finished. Empty buffers start no collective, as all ranks agree that they are empty.
+
+CPU tensors take their own route (gloo). Its reduce-scatter is an all-reduce of a clone, twice the
+bytes; there, shards are exchanged with one all-to-all and added by the rank that keeps them. Its
+all-gather waits for one neighbour at a time; a broadcast from each rank moves the same bytes.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from hp_muon_plugin.platform.collectives import AxisGroup, all_gather_function, reduce_scatter_function
+
+SUM_BLOCK = 1 << 17  # elements summed at a time: a block's partial sums stay in the cache
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+class Handle(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> None:
+        """Order what follows behind the collective: the host on CPU, the current stream elsewhere.
+
+        May be called again, and then does nothing.
+        """
+
+
+class Wire(Protocol):
+    """What the engine needs of a network. All ranks of an axis issue the same calls in the same order."""
+
+    def all_gather(self, output: torch.Tensor, source: torch.Tensor, axis: AxisGroup) -> Handle:
+        """Start to gather equally long buffers.
+
+        Args:
+            output: ``(size * n,)``, receives the buffers in axis order; every rank holds the result.
+            source: ``(n,)``; may be this rank's own slice of ``output``, and nothing else of it.
+            axis: Ranks that take part; all of them must call.
+
+        Returns:
+            The handle. Neither buffer may be touched before its ``wait()``.
+        """
+
+    def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor, axis: AxisGroup) -> Handle:
+        """Start to sum buffers and to leave each rank with its own slice.
+
+        Args:
+            output: ``(n,)``, receives the sum of all ranks' slices at this rank's place.
+            source: ``(size * n,)``; destroyed. Overlaps ``output`` nowhere.
+            axis: Ranks that take part; all of them must call.
+
+        Returns:
+            The handle. Neither buffer may be touched before its ``wait()``.
+        """
+
+    def all_reduce(self, tensor: torch.Tensor, axis: AxisGroup) -> Handle:
+        """Start to sum in place; every rank holds the result.
+
+        Args:
+            tensor: ``(n,)``.
+            axis: Ranks that take part; all of them must call.
+
+        Returns:
+            The handle. The buffer may not be touched before its ``wait()``.
+        """
+
+    def reduce(self, tensor: torch.Tensor, owner_index: int, axis: AxisGroup) -> Handle:
+        """Start to sum in place on one rank.
+
+        Args:
+            tensor: ``(n,)``; holds the sum on the owner, and nothing of use on the other ranks.
+            owner_index: The owner's place on the axis.
+            axis: Ranks that take part; all of them must call.
+
+        Returns:
+            The handle. The buffer may not be touched before its ``wait()``.
+        """
+
+    def broadcast(self, tensor: torch.Tensor, owner_index: int, axis: AxisGroup) -> Handle:
+        """Start to copy one rank's buffer to all of them.
+
+        Args:
+            tensor: ``(n,)``; sent by the owner, overwritten on the other ranks.
+            owner_index: The owner's place on the axis.
+            axis: Ranks that take part; all of them must call.
+
+        Returns:
+            The handle. The buffer may not be touched before its ``wait()``.
+        """
+
+
+class Finished:
+    """The handle of what is already done."""
+
+    def wait(self) -> None:
+        """Nothing is left to wait for."""
+
+
+class C10dWire:
+    """The wire over torch.distributed.
+
+    On CPU, ``reduce_scatter`` adds the ranks' slices in axis order, whatever their position in the
+    buffer, so that equal inputs give equal bits however they are packed. Sums of bf16 and fp16 are
+    held in fp32 and rounded once there. That happens in ``wait()``, on the calling thread. Its
+    scratch is kept for the next call of the same size and dtype.
+    """
+
+    def __init__(self) -> None:
+        self._gather = all_gather_function()
+        self._scatter = reduce_scatter_function()
+        self._scratch = _Scratch()
+
+    def all_gather(self, output: torch.Tensor, source: torch.Tensor, axis: AxisGroup) -> Handle:
+        """See :meth:`Wire.all_gather`."""
+        assert output.numel() == axis.size * source.numel(), (output.shape, source.shape, axis)
+        if source.numel() == 0:
+            return Finished()
+        if axis.group is None:
+            return _copied(output, source)
+        if output.device.type == "cpu":
+            return _gather_by_broadcasts(output, source, axis, axis.group)
+        # (size - 1) / size of output arrives on each rank
+        return _Pending([self._gather(output, source, group=axis.group, async_op=True)], (output, source))
+
+    def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor, axis: AxisGroup) -> Handle:
+        """See :meth:`Wire.reduce_scatter`."""
+        assert source.numel() == axis.size * output.numel(), (output.shape, source.shape, axis)
+        if output.numel() == 0:
+            return Finished()
+        if axis.group is None:
+            return _copied(output, source)
+        if output.device.type == "cpu":
+            return self._exchange_and_sum(output, source, axis)
+        # (size - 1) / size of source leaves each rank
+        work = self._scatter(output, source, op=dist.ReduceOp.SUM, group=axis.group, async_op=True)
+        return _Pending([work], (output, source))
+
+    def all_reduce(self, tensor: torch.Tensor, axis: AxisGroup) -> Handle:
+        """See :meth:`Wire.all_reduce`."""
+        if axis.group is None or tensor.numel() == 0:
+            return Finished()
+        # twice (size - 1) / size of tensor leaves each rank; positional, as MindSpeed's wrapper wants it
+        return _Pending([dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=axis.group, async_op=True)], (tensor,))
+
+    def reduce(self, tensor: torch.Tensor, owner_index: int, axis: AxisGroup) -> Handle:
+        """See :meth:`Wire.reduce`."""
+        assert 0 <= owner_index < axis.size, (owner_index, axis)
+        if axis.group is None or tensor.numel() == 0:
+            return Finished()
+        owner = dist.get_global_rank(axis.group, owner_index)
+        # (size - 1) / size of tensor leaves each rank and arrives at the owner
+        return _Pending([dist.reduce(tensor, owner, dist.ReduceOp.SUM, axis.group, async_op=True)], (tensor,))
+
+    def broadcast(self, tensor: torch.Tensor, owner_index: int, axis: AxisGroup) -> Handle:
+        """See :meth:`Wire.broadcast`."""
+        assert 0 <= owner_index < axis.size, (owner_index, axis)
+        if axis.group is None or tensor.numel() == 0:
+            return Finished()
+        owner = dist.get_global_rank(axis.group, owner_index)
+        # all of tensor arrives at each rank but the owner
+        return _Pending([dist.broadcast(tensor, owner, axis.group, async_op=True)], (tensor,))
+
+    def _exchange_and_sum(self, output: torch.Tensor, source: torch.Tensor, axis: AxisGroup) -> Handle:
+        scratch = self._scratch.take(source.numel(), source.dtype)  # (size * n,)
+        # (size - 1) / size of source leaves each rank, half of what gloo's own reduce-scatter sends
+        work = dist.all_to_all_single(scratch, source, group=axis.group, async_op=True)
+
+        def add() -> None:
+            self._sum_rows(output, scratch.view(axis.size, output.numel()))
+            self._scratch.give(scratch)
+
+        return _Pending([work], (output, source), add)
+
+    def _sum_rows(self, output: torch.Tensor, rows: torch.Tensor) -> None:
+        partial = self._scratch.take(SUM_BLOCK, torch.float32) if output.dtype in _HALVES else None
+        for start in range(0, output.numel(), SUM_BLOCK):
+            part = output[start : start + SUM_BLOCK]
+            total = part if partial is None else partial[: part.numel()]
+            total.copy_(rows[0, start : start + SUM_BLOCK])
+            for row in rows[1:]:
+                total.add_(row[start : start + SUM_BLOCK])
+            if partial is not None:
+                part.copy_(total)
+        if partial is not None:
+            self._scratch.give(partial)
+
+
+class _Pending:
+    """Works under way, with what they read and write: c10d need not hold the buffers itself."""
+
+    __slots__ = ("_finish", "_tensors", "_works")
+
+    def __init__(
+        self,
+        works: list[dist.Work | None],
+        tensors: tuple[torch.Tensor, ...],
+        finish: Callable[[], None] | None = None,
+    ) -> None:
+        # MindSpeed's all_reduce answers None for fp64, after reducing a copy that it drops
+        assert None not in works, f"a collective on {tensors[0].dtype} was not started"
+        self._works = works
+        self._tensors = tensors
+        self._finish = finish
+
+    def wait(self) -> None:
+        works, finish = self._works, self._finish
+        self._works, self._finish = [], None
+        for work in works:
+            assert work is not None
+            work.wait()
+        if finish is not None:
+            finish()
+        self._tensors = ()
+
+
+class _Scratch:
+    """CPU buffers that come back: several may be out at once, and none is allocated twice."""
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        free = self._free.get((numel, dtype))
+        return free.pop() if free else torch.empty(numel, dtype=dtype)
+
+    def give(self, tensor: torch.Tensor) -> None:
+        self._free.setdefault((tensor.numel(), tensor.dtype), []).append(tensor)
+
+
+def _copied(output: torch.Tensor, source: torch.Tensor) -> Handle:
+    if output.data_ptr() != source.data_ptr():
+        output.copy_(source)
+    return Finished()
+
+
+def _gather_by_broadcasts(
+    output: torch.Tensor, source: torch.Tensor, axis: AxisGroup, group: dist.ProcessGroup
+) -> Handle:
+    slices = output.view(axis.size, source.numel())
+    _copied(slices[axis.index], source)
+    # (size - 1) / size of output arrives on each rank
+    works = [
+        dist.broadcast(slices[index], dist.get_global_rank(group, index), group, async_op=True)
+        for index in range(axis.size)
+    ]
+    return _Pending(works, (output, source))

@@ -1,0 +1,296 @@
+"""The wire on gloo: whole numbers, so that sums are exact in any order and equal to a float64 sum."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hp_muon_plugin.platform import wire as wire_module
+from hp_muon_plugin.platform.collectives import AxisGroup
+from hp_muon_plugin.platform.wire import C10dWire
+from tests.dist_pool import joined, run_ranks
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int32)
+LENGTHS = (1, 7, 64, 1001)
+WORLDS = (1, 2, 3, 4)
+
+
+def whole_numbers(numel, rank, dtype=torch.float32, seed=0):
+    """(numel,) of whole numbers in [-20, 20]: four of them sum exactly even in bf16."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    return torch.randint(-20, 21, (numel,), generator=generator).to(dtype)
+
+
+def summed(numel, world_size, seed=0):
+    return sum(whole_numbers(numel, rank, torch.float64, seed) for rank in range(world_size))
+
+
+def axis_of(launch):
+    if launch.world_size == 1:
+        return AxisGroup.single("shard")
+    joined(launch)
+    return AxisGroup.from_group("shard", dist.group.WORLD)
+
+
+def run_on_every_case(launch):
+    axis = axis_of(launch)
+    wire = C10dWire()
+    for check in CHECKS:
+        for dtype in DTYPES:
+            for n in LENGTHS:
+                check(wire, axis, n, dtype)
+    return True
+
+
+def check_all_gather(wire, axis, n, dtype):
+    expected = torch.cat([whole_numbers(n, rank, dtype) for rank in range(axis.size)])
+    output = torch.empty(axis.size * n, dtype=dtype)
+    wire.all_gather(output, whole_numbers(n, axis.index, dtype), axis).wait()
+    torch.testing.assert_close(output, expected, rtol=0, atol=0)
+
+
+def check_all_gather_in_place(wire, axis, n, dtype):
+    expected = torch.cat([whole_numbers(n, rank, dtype) for rank in range(axis.size)])
+    output = torch.full((axis.size * n,), 99, dtype=dtype)
+    source = output[axis.index * n :][:n]
+    source.copy_(whole_numbers(n, axis.index, dtype))
+    wire.all_gather(output, source, axis).wait()
+    torch.testing.assert_close(output, expected, rtol=0, atol=0)
+
+
+def check_reduce_scatter(wire, axis, n, dtype):
+    expected = summed(axis.size * n, axis.size)[axis.index * n :][:n].to(dtype)
+    output = torch.empty(n, dtype=dtype)
+    wire.reduce_scatter(output, whole_numbers(axis.size * n, axis.index, dtype), axis).wait()
+    torch.testing.assert_close(output, expected, rtol=0, atol=0)
+
+
+def check_all_reduce(wire, axis, n, dtype):
+    tensor = whole_numbers(n, axis.index, dtype)
+    wire.all_reduce(tensor, axis).wait()
+    torch.testing.assert_close(tensor, summed(n, axis.size).to(dtype), rtol=0, atol=0)
+
+
+def check_reduce(wire, axis, n, dtype):
+    for owner in range(axis.size):
+        tensor = whole_numbers(n, axis.index, dtype)
+        wire.reduce(tensor, owner, axis).wait()
+        if axis.index == owner:
+            torch.testing.assert_close(tensor, summed(n, axis.size).to(dtype), rtol=0, atol=0)
+
+
+def check_broadcast(wire, axis, n, dtype):
+    for owner in range(axis.size):
+        tensor = whole_numbers(n, axis.index, dtype)
+        wire.broadcast(tensor, owner, axis).wait()
+        torch.testing.assert_close(tensor, whole_numbers(n, owner, dtype), rtol=0, atol=0)
+
+
+CHECKS = (
+    check_all_gather,
+    check_all_gather_in_place,
+    check_reduce_scatter,
+    check_all_reduce,
+    check_reduce,
+    check_broadcast,
+)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_values_are_those_of_a_float64_sum(world_size):
+    assert run_ranks(world_size, run_on_every_case) == [True] * world_size
+
+
+def run_on_two_axes(launch):
+    """Rows {0,1}, {2,3} and columns {0,2}, {1,3}: an owner's place is not its rank."""
+    joined(launch)
+    rows = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    columns = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+    row = AxisGroup.from_group("row", rows[launch.rank // 2])
+    column = AxisGroup.from_group("column", columns[launch.rank % 2])
+    members = {"row": [2 * (launch.rank // 2), 2 * (launch.rank // 2) + 1]}
+    members["column"] = [launch.rank % 2, launch.rank % 2 + 2]
+    wire = C10dWire()
+    for axis in (row, column):
+        ranks = members[axis.axis]
+        for owner in range(2):
+            tensor = whole_numbers(9, launch.rank)
+            wire.broadcast(tensor, owner, axis).wait()
+            torch.testing.assert_close(tensor, whole_numbers(9, ranks[owner]), rtol=0, atol=0)
+            tensor = whole_numbers(9, launch.rank)
+            wire.reduce(tensor, owner, axis).wait()
+            if axis.index == owner:
+                torch.testing.assert_close(tensor, sum(whole_numbers(9, r) for r in ranks), rtol=0, atol=0)
+        gathered = torch.empty(18)
+        wire.all_gather(gathered, whole_numbers(9, launch.rank), axis).wait()
+        torch.testing.assert_close(gathered, torch.cat([whole_numbers(9, r) for r in ranks]), rtol=0, atol=0)
+        shard = torch.empty(9)
+        wire.reduce_scatter(shard, whole_numbers(18, launch.rank), axis).wait()
+        total = sum(whole_numbers(18, r) for r in ranks)
+        torch.testing.assert_close(shard, total[9 * axis.index :][:9], rtol=0, atol=0)
+    return True
+
+
+def test_owner_is_a_place_on_the_axis():
+    assert run_ranks(4, run_on_two_axes) == [True] * 4
+
+
+def run_many_in_flight(launch):
+    axis = axis_of(launch)
+    wire = C10dWire()
+    outputs, gathered, handles = [], [], []
+    for seed in range(6):  # same sizes: the scratch of one must not serve another
+        outputs.append(torch.empty(33))
+        gathered.append(torch.empty(33 * axis.size))
+        handles.append(wire.reduce_scatter(outputs[-1], whole_numbers(33 * axis.size, axis.index, seed=seed), axis))
+        handles.append(wire.all_gather(gathered[-1], whole_numbers(33, axis.index, seed=seed), axis))
+    order = reversed(handles) if launch.rank % 2 else handles  # ranks may wait in different orders
+    for handle in order:
+        handle.wait()
+    for seed in range(6):
+        total = summed(33 * axis.size, axis.size, seed)[33 * axis.index :][:33].float()
+        torch.testing.assert_close(outputs[seed], total, rtol=0, atol=0)
+        whole = torch.cat([whole_numbers(33, rank, seed=seed) for rank in range(axis.size)])
+        torch.testing.assert_close(gathered[seed], whole, rtol=0, atol=0)
+    return True
+
+
+def test_many_in_flight_keep_apart():
+    assert run_ranks(3, run_many_in_flight) == [True] * 3
+
+
+def run_waits_twice(launch):
+    axis = axis_of(launch)
+    output = torch.empty(5)
+    handle = C10dWire().reduce_scatter(output, whole_numbers(10, axis.index), axis)
+    handle.wait()
+    output.zero_()
+    handle.wait()  # a second sum would fill it again
+    return output.abs().sum().item()
+
+
+def test_wait_again_does_nothing():
+    assert run_ranks(2, run_waits_twice) == [0.0, 0.0]
+
+
+def run_drops_its_input(launch, kind):
+    axis = axis_of(launch)
+    source = whole_numbers(8, axis.index)
+    wire = C10dWire()
+    if kind == "reduce_scatter":
+        handle = wire.reduce_scatter(torch.empty(4), source, axis)
+    elif kind == "all_gather":
+        handle = wire.all_gather(torch.empty(16), source, axis)
+    else:
+        handle = wire.all_reduce(source, axis)
+    watch = weakref.ref(source)
+    del source
+    gc.collect()
+    before = watch() is not None
+    handle.wait()
+    gc.collect()
+    return before, watch() is not None
+
+
+@pytest.mark.parametrize("kind", ["reduce_scatter", "all_gather", "all_reduce"])
+def test_handle_keeps_its_input_until_wait_and_no_longer(kind):
+    assert run_ranks(2, run_drops_its_input, kind) == [(True, False)] * 2
+
+
+def run_counts_scratch(launch):
+    axis = axis_of(launch)
+    wire = C10dWire()
+    made = []
+    allocate = torch.empty
+
+    def recording(*arguments, **keywords):
+        made.append(arguments)
+        return allocate(*arguments, **keywords)
+
+    wire_module.torch.empty = recording
+    counts = []
+    for _ in range(3):
+        made.clear()
+        handles = []
+        for dtype in (torch.float32, torch.bfloat16):
+            for _ in range(2):
+                source = whole_numbers(16, axis.index, dtype)
+                handles.append(wire.reduce_scatter(allocate(8, dtype=dtype), source, axis))
+        for handle in handles:
+            handle.wait()
+        counts.append(len(made))
+    return counts
+
+
+def test_steady_state_allocates_no_scratch():
+    # two in flight of each of two dtypes, and the fp32 partial sums of bf16
+    assert run_ranks(2, run_counts_scratch) == [[5, 0, 0]] * 2
+
+
+def run_bf16_rounds_once(launch):
+    axis = axis_of(launch)
+    numel = 4 * (wire_module.SUM_BLOCK + 5)  # more than a block
+    every = [torch.randn(numel, generator=torch.Generator().manual_seed(rank)).bfloat16() for rank in range(4)]
+    output = torch.empty(numel // 4, dtype=torch.bfloat16)
+    C10dWire().reduce_scatter(output, every[axis.index].clone(), axis).wait()
+    mine = [tensor.float()[axis.index * (numel // 4) :][: numel // 4] for tensor in every]
+    once = (((mine[0] + mine[1]) + mine[2]) + mine[3]).bfloat16()
+    return torch.equal(output, once)
+
+
+def test_bf16_sum_is_rounded_once():
+    assert run_ranks(4, run_bf16_rounds_once) == [True] * 4
+
+
+def run_empty(launch):
+    axis = axis_of(launch)
+    dist.barrier()  # both are connected before one of them leaves
+    wire = C10dWire()
+    if launch.rank == 0:  # alone: a collective would wait for the other rank
+        nothing = torch.empty(0)
+        wire.all_gather(nothing, torch.empty(0), axis).wait()
+        wire.reduce_scatter(nothing, torch.empty(0), axis).wait()
+        wire.all_reduce(nothing, axis).wait()
+        wire.reduce(nothing, 1, axis).wait()
+        wire.broadcast(nothing, 1, axis).wait()
+    return True
+
+
+def test_empty_buffers_start_no_collective():
+    assert run_ranks(2, run_empty, timeout_s=20.0) == [True, True]
+
+
+def run_half_failed(launch):
+    axis = axis_of(launch)
+    dist.barrier()  # both are connected before one of them leaves
+    if launch.rank == 0:
+        handle = C10dWire().reduce_scatter(torch.empty(4), torch.ones(8), axis)
+        with pytest.raises(RuntimeError):
+            handle.wait()
+    return True
+
+
+def test_missing_rank_ends_wait_with_an_error():
+    assert run_ranks(2, run_half_failed, timeout_s=20.0) == [True, True]
+
+
+@pytest.mark.parametrize("call", ["all_gather", "reduce_scatter"])
+def test_lengths_that_do_not_fit_are_refused(call):
+    axis = AxisGroup("shard", 2, 0, None)
+    with pytest.raises(AssertionError, match="shard"):
+        getattr(C10dWire(), call)(torch.empty(5), torch.empty(4), axis)
+
+
+@pytest.mark.parametrize("call", ["reduce", "broadcast"])
+def test_owner_outside_the_axis_is_refused(call):
+    with pytest.raises(AssertionError, match="shard"):
+        getattr(C10dWire(), call)(torch.empty(5), 1, AxisGroup.single("shard"))
+
+
+def test_single_rank_in_place_copies_nothing():
+    buffer = torch.arange(4.0)
+    version = buffer._version
+    C10dWire().all_gather(buffer, buffer[:], AxisGroup.single("shard")).wait()
+    assert buffer._version == version
