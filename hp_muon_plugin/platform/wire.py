@@ -8,9 +8,12 @@ finished. Empty buffers start no collective, as all ranks agree that they are em
 CPU tensors take their own route (gloo). Its reduce-scatter is an all-reduce of a clone, twice the
 bytes; there, shards are exchanged with one all-to-all and added by the rank that keeps them. Its
 all-gather waits for one neighbour at a time; a broadcast from each rank moves the same bytes.
+What is copied or summed here is written through ``.data``, so that autograd's version counters stay
+as they are, as with every collective of c10d.
 """
 
 from collections.abc import Callable
+from enum import StrEnum
 from typing import Protocol
 
 import torch
@@ -20,6 +23,16 @@ from hp_muon_plugin.platform.collectives import AxisGroup, all_gather_function, 
 
 SUM_BLOCK = 1 << 17  # elements summed at a time: a block's partial sums stay in the cache
 _HALVES = (torch.bfloat16, torch.float16)
+
+
+class Collective(StrEnum):
+    """What a wire does."""
+
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_REDUCE = "all_reduce"
+    REDUCE = "reduce"
+    BROADCAST = "broadcast"
 
 
 class Handle(Protocol):
@@ -180,7 +193,7 @@ class C10dWire:
     def _sum_rows(self, output: torch.Tensor, rows: torch.Tensor) -> None:
         partial = self._scratch.take(SUM_BLOCK, torch.float32) if output.dtype in _HALVES else None
         for start in range(0, output.numel(), SUM_BLOCK):
-            part = output[start : start + SUM_BLOCK]
+            part = output.data[start : start + SUM_BLOCK]
             total = part if partial is None else partial[: part.numel()]
             total.copy_(rows[0, start : start + SUM_BLOCK])
             for row in rows[1:]:
@@ -235,7 +248,7 @@ class _Scratch:
 
 def _copied(output: torch.Tensor, source: torch.Tensor) -> Handle:
     if output.data_ptr() != source.data_ptr():
-        output.copy_(source)
+        output.data.copy_(source)
     return Finished()
 
 
