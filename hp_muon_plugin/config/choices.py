@@ -52,6 +52,14 @@ class ClipMode(StrEnum):
     none = "none"
 
 
+class OuterMode(StrEnum):
+    """What replicas of a sharded model do with the sum of their gradients."""
+
+    replicate = "replicate"
+    broadcast = "broadcast"
+    shard = "shard"
+
+
 class NonFinite(StrEnum):
     """What a step with a NaN or infinite gradient does. Either way no weight and no state changes."""
 

@@ -1,0 +1,264 @@
+"""``hp_fully_shard``: shard a module's parameters over the ranks of a mesh."""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from hp_muon_plugin.config.choices import OuterMode
+from hp_muon_plugin.errors import ConfigError
+from hp_muon_plugin.fsdp.bucket import Bucket, Original
+from hp_muon_plugin.fsdp.hooks import Hooks
+from hp_muon_plugin.fsdp.mesh import ShardMesh
+from hp_muon_plugin.fsdp.policy import MixedPrecision, ScheduleOptions, UnitOptions
+from hp_muon_plugin.fsdp.schedule import Schedule
+from hp_muon_plugin.fsdp.unit import Unit
+from hp_muon_plugin.layout.bucket import Piece
+from hp_muon_plugin.layout.bucket_planner import plan_buckets
+from hp_muon_plugin.platform.collectives import AxisGroup
+from hp_muon_plugin.platform.wire import C10dWire, Wire
+
+Granularity = Callable[[str, nn.Parameter], tuple[int, bool]]
+
+_UNIT = "_hp_fsdp_unit"
+_SCHEDULE = "_hp_fsdp_schedule"
+_MAKE_SCHEDULE = "_hp_fsdp_make_schedule"
+_SHARDED: "weakref.WeakSet[nn.Parameter]" = weakref.WeakSet()  # originals that belong to a unit
+
+
+def default_granularity(name: str, parameter: nn.Parameter) -> tuple[int, bool]:
+    """What of a parameter stays whole on one rank.
+
+    Args:
+        name: Its name in the unit's module.
+        parameter: The whole parameter.
+
+    Returns:
+        Elements, and whether they are never cut: a whole matrix of a stack of matrices is never,
+        a row of a matrix only if padding would grow past the limit, all else may be.
+    """
+    if parameter.dim() == 3:
+        return max(1, parameter.shape[1:].numel()), True
+    return (max(1, parameter.shape[1:].numel()) if parameter.dim() > 1 else 1), False
+
+
+def hp_fully_shard(
+    module: nn.Module,
+    mesh: DeviceMesh | ShardMesh,
+    *,
+    reshard_after_forward: bool | None = None,
+    mp_policy: MixedPrecision | None = None,
+    ignored_params: set[nn.Parameter] | None = None,
+    replicate_params: set[nn.Parameter] | None = None,
+    granularity: Granularity = default_granularity,
+    divisor: float | None = None,
+    max_padding: float = 0.01,
+    prefetch: int = 1,
+    outer: OuterMode | str = OuterMode.replicate,
+    outer_bucket_bytes: int = 32 << 20,
+    wire: Wire | None = None,
+) -> nn.Module:
+    """Shard the parameters of a module that are not in units inside it, as ``fully_shard`` of PyTorch does.
+
+    Apply it to the layers first and to the whole model last; the outermost module is the root. All
+    ranks of the mesh must call it with the same arguments and hold the same parameters. Afterwards
+    ``module.parameters()`` are this rank's shards, plain tensors, for any optimizer; while the module
+    runs, its attributes are the gathered weights, plain tensors too.
+
+    Every unit is reduced in each backward pass that synchronises, so that ranks agree even if a
+    parameter gets no gradient on some of them; its gradient is zero then, not None.
+
+    Args:
+        module: Any module. Parameters may be on the meta device; see :func:`initialize`.
+        mesh: One axis, or two (replicate, shard).
+        reshard_after_forward: Whether to give up gathered weights after forward. None: yes, except for
+            the root.
+        mp_policy: Types; see :class:`MixedPrecision`.
+        ignored_params: Left as they are; nothing is done to their gradients.
+        replicate_params: Kept whole on every rank; their gradients are summed over all ranks of the mesh.
+        granularity: What of a parameter stays whole: ``(elements, is_never_cut)``.
+        divisor: By what summed gradients are divided. None: the number of ranks of the mesh.
+        max_padding: Share of padding above which rows may be cut.
+        prefetch: For the root: units that are gathered ahead.
+        outer: For the root: what replicas do with the sum of their gradients. ``replicate``: all of them
+            update all weights. ``broadcast``: the same sum, but each weight is updated by one replica, which
+            sends it to the others before the next forward. ``shard``: the same, and gradients are summed
+            only where they are used.
+        outer_bucket_bytes: For the root: least size of one reduction between replicas.
+        wire: Collectives; None takes torch.distributed.
+
+    Returns:
+        ``module``.
+
+    Raises:
+        ConfigError: If an argument does not fit the module or the mesh.
+    """
+    axes = mesh if isinstance(mesh, ShardMesh) else ShardMesh.from_device_mesh(mesh)
+    options = UnitOptions(reshard_after_forward, mp_policy or MixedPrecision(), divisor, max_padding)
+    _check(module, prefetch)
+    originals = _originals(module, ignored_params or set())
+    wire = wire or C10dWire()
+    buckets = _buckets(originals, axes, options, wire, replicate_params or set(), granularity)
+    unit = Unit(module, buckets, options)
+    setattr(module, _UNIT, unit)
+    for original in originals:
+        _SHARDED.add(original.parameter)
+    for bucket in buckets:
+        for parameter in bucket.parameters:
+            parameter.register(parameter.sharded)
+    schedule_options = ScheduleOptions(prefetch, outer_bucket_bytes)
+    setattr(module, _MAKE_SCHEDULE, lambda: _new_schedule(unit, schedule_options, OuterMode(outer), wire))
+    Hooks(unit, schedule_of)
+    return module
+
+
+def _check(module: nn.Module, prefetch: int) -> None:
+    if getattr(module, _UNIT, None) is not None:
+        raise ConfigError("module", type(module).__name__, "is sharded already", "call hp_fully_shard once per module")
+    if prefetch < 0:
+        raise ConfigError("prefetch", prefetch, "is negative", "use 0 or more units")
+
+
+def _originals(module: nn.Module, ignored: set[nn.Parameter]) -> list[Original]:
+    inner = {id(child) for unit in units_of(module) for child in unit.module.modules()}
+    found: dict[int, Original] = {}
+    for prefix, child in module.named_modules():
+        if id(child) in inner:
+            continue
+        for attribute, parameter in child._parameters.items():
+            if parameter is None or parameter in ignored or hasattr(parameter, "hp_shard"):
+                continue
+            name = f"{prefix}.{attribute}" if prefix else attribute
+            if parameter in _SHARDED:
+                raise ConfigError(
+                    "module",
+                    name,
+                    "is tied to a parameter of another unit",
+                    "leave both modules out of inner units, so that they belong to the same outer one",
+                )
+            found.setdefault(id(parameter), Original(name, parameter, [])).places.append((child, attribute))
+    return list(found.values())
+
+
+def _buckets(
+    originals: Sequence[Original],
+    mesh: ShardMesh,
+    options: UnitOptions,
+    wire: Wire,
+    replicated: set[nn.Parameter],
+    granularity: Granularity,
+) -> list[Bucket]:
+    kinds: dict[tuple[torch.dtype, bool, bool], list[Original]] = {}
+    for original in originals:
+        key = original.parameter.dtype, original.parameter.requires_grad, original.parameter in replicated
+        kinds.setdefault(key, []).append(original)
+    buckets = []
+    for (_, _, is_replicated), members in kinds.items():
+        axis = AxisGroup.single(mesh.shard.axis) if is_replicated else mesh.shard
+        pieces = [
+            Piece(member.name, tuple(member.parameter.shape), *granularity(member.name, member.parameter))
+            for member in members
+        ]
+        for layout in plan_buckets(pieces, axis.size, max_padding=options.max_padding):
+            names = {placement.name for placement in layout.placements}
+            buckets.append(
+                Bucket(
+                    layout,
+                    [member for member in members if member.name in names],
+                    mesh,
+                    wire,
+                    shard_axis=axis,
+                    param_dtype=options.precision.param_dtype,
+                    reduce_dtype=options.precision.reduce_dtype,
+                    divisor=options.divisor,
+                )
+            )
+    return buckets
+
+
+def units_of(module: nn.Module) -> list[Unit]:
+    """The units in a module, itself included, in the order of ``module.modules()``.
+
+    Args:
+        module: Any module.
+
+    Returns:
+        The units.
+    """
+    found = (getattr(child, _UNIT, None) for child in module.modules())
+    return [unit for unit in found if unit is not None]
+
+
+def _new_schedule(root: Unit, options: ScheduleOptions, mode: OuterMode, wire: Wire) -> Schedule:
+    names = {id(child): name for name, child in root.module.named_modules()}
+    units = units_of(root.module)
+    for unit in units:
+        unit.name = names[id(unit.module)] or type(unit.module).__name__
+        unit.is_leaf = len(units_of(unit.module)) == 1
+        if unit.options.reshard_after_forward is None:
+            unit.reshards = unit is not root
+        if hasattr(unit.module, _SCHEDULE):
+            raise RuntimeError(
+                f"{unit.name}: ran by itself before the model that contains it\n"
+                "  fix: run the whole model first, or do not call hp_fully_shard on the outer module"
+            )
+    schedule = Schedule(units, options, mode, wire)
+    for unit in units:
+        setattr(unit.module, _SCHEDULE, schedule)
+    return schedule
+
+
+def schedule_of(module: nn.Module) -> Schedule:
+    """The schedule of a model, made now if it has not run yet.
+
+    Args:
+        module: A root, or after the first forward any unit's module.
+
+    Returns:
+        The schedule.
+
+    Raises:
+        ConfigError: If the module is not sharded.
+    """
+    if getattr(module, _UNIT, None) is None:
+        raise ConfigError("module", type(module).__name__, "is not sharded", "call hp_fully_shard on it first")
+    schedule: Schedule = getattr(module, _SCHEDULE, None) or getattr(module, _MAKE_SCHEDULE)()
+    return schedule
+
+
+def set_requires_gradient_sync(module: nn.Module, is_required: bool) -> None:
+    """Choose whether backward reduces gradients. Without, they are accumulated whole on every rank.
+
+    Args:
+        module: A root.
+        is_required: True for the last micro-batch of a step at least.
+    """
+    schedule_of(module).syncs = is_required
+
+
+def set_requires_all_reduce(module: nn.Module, is_required: bool) -> None:
+    """Choose whether backward sums over replicas. Without, it sums over the shard axis alone.
+
+    Args:
+        module: A root.
+        is_required: True for the last micro-batch of a step at least.
+    """
+    schedule_of(module).all_reduces = is_required
+
+
+@contextlib.contextmanager
+def no_sync(module: nn.Module) -> Iterator[None]:
+    """Accumulate gradients without any communication.
+
+    Args:
+        module: A root.
+    """
+    schedule = schedule_of(module)
+    before, schedule.syncs = schedule.syncs, False
+    try:
+        yield
+    finally:
+        schedule.syncs = before

@@ -1,0 +1,181 @@
+"""The parameters of a unit that share one all-gather and one reduce-scatter."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from hp_muon_plugin.fsdp.mesh import ShardMesh
+from hp_muon_plugin.fsdp.parameter import Parameter
+from hp_muon_plugin.layout.bucket import BucketLayout, Placement
+from hp_muon_plugin.platform.collectives import AxisGroup
+from hp_muon_plugin.platform.wire import Handle, Wire
+
+
+@dataclass(frozen=True, slots=True)
+class Original:
+    """A parameter before it is sharded.
+
+    Attributes:
+        name: Name in the unit's module.
+        parameter: The whole parameter.
+        places: ``(module, attribute)``; several for tied parameters.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    places: list[tuple[nn.Module, str]]
+
+
+class Bucket:
+    """Parameters of one type, whole in one buffer while gathered, one equal range of it on each rank.
+
+    Attributes:
+        layout: Where parameters lie.
+        mesh: Ranks that shard and replicate it.
+        parameters: In buffer order.
+        is_trainable: Whether its parameters have gradients; a bucket has only one kind.
+        master: ``(shard_numel,)`` this rank's shard in the type of the parameters; the shards are views of it.
+        compute: ``(shard_numel,)`` in the compute type: what is gathered. ``master`` itself if the types agree.
+        reduce_dtype: Type of gradient buffers.
+        grad: ``(shard_numel,)`` reduced gradient in ``reduce_dtype``, from :meth:`attach_grad`.
+        divisor: By what summed gradients are divided.
+    """
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        originals: Sequence[Original],
+        mesh: ShardMesh,
+        wire: Wire,
+        *,
+        shard_axis: AxisGroup,
+        param_dtype: torch.dtype | None,
+        reduce_dtype: torch.dtype | None,
+        divisor: float | None,
+    ) -> None:
+        first = originals[0].parameter
+        self.layout, self.mesh, self._wire = layout, mesh, wire
+        self.shard_axis = shard_axis  # an axis of one rank for replicated parameters
+        self.is_trainable = first.requires_grad
+        self.compute_dtype = param_dtype if param_dtype is not None and first.is_floating_point() else first.dtype
+        self.reduce_dtype = reduce_dtype or self.compute_dtype
+        self.divisor = float(mesh.size if divisor is None else divisor)
+        self.master = torch.zeros(layout.shard_numel, dtype=first.dtype, device=first.device)
+        by_name = {original.name: original for original in originals}
+        self.parameters = [self._parameter(placement, by_name[placement.name]) for placement in layout.placements]
+        is_cast = self.compute_dtype is not first.dtype
+        self.compute = torch.empty_like(self.master, dtype=self.compute_dtype) if is_cast else self.master
+        self.grad: torch.Tensor | None = None
+        self._grad_views: list[torch.Tensor] = []
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether gathered weights need memory of their own: not if this rank's shard is the whole."""
+        return self.shard_axis.size > 1
+
+    @property
+    def is_reduced_in_place(self) -> bool:
+        """Whether autograd can write gradients into the buffer that is reduced."""
+        return self.reduce_dtype is self.compute_dtype
+
+    def _parameter(self, placement: Placement, original: Original) -> Parameter:
+        parameter = Parameter(
+            original.name, original.parameter, original.places, placement, compute_dtype=self.compute_dtype
+        )
+        start, stop = self.layout.span(placement.name, self.shard_axis.index)
+        place = (
+            max(0, placement.offset + start - self.shard_axis.index * self.layout.shard_numel) if stop > start else 0
+        )
+        flat = self.master[place : place + stop - start]
+        if not original.parameter.is_meta:
+            with torch.no_grad():
+                flat.copy_(original.parameter.detach().reshape(-1)[start:stop])
+        parameter.shard(flat, start, stop, original.parameter)
+        return parameter
+
+    def refresh(self) -> None:
+        """Bring the compute copy up to date with the shards that the optimizer changed."""
+        if self.compute is not self.master:
+            self.compute.copy_(self.master)
+
+    def gather(self, flat: torch.Tensor) -> Handle:
+        """Begin to gather the bucket.
+
+        Args:
+            flat: ``(num_shards * shard_numel,)`` compute type, receives it; every rank of the shard axis.
+
+        Returns:
+            What to wait for.
+        """
+        # shard axis, shard_numel * itemsize bytes from each rank; the unit's forward or backward waits
+        return self._wire.all_gather(flat, self.compute, self.shard_axis)
+
+    def attach_grad(self, flat: torch.Tensor) -> None:
+        """Give reduced gradients their place.
+
+        Args:
+            flat: ``(shard_numel,)`` in ``reduce_dtype``.
+        """
+        self.grad = flat
+        self._grad_views = [self._shard_view(flat, parameter) for parameter in self.parameters]
+
+    def _shard_view(self, flat: torch.Tensor, parameter: Parameter) -> torch.Tensor:
+        sharded = parameter.sharded
+        place = sharded.storage_offset() - self.master.storage_offset() if sharded.numel() else 0
+        return flat[place : place + sharded.numel()].view(sharded.shape)
+
+    @property
+    def has_grad(self) -> bool:
+        """Whether reduced gradients of earlier micro-batches are there."""
+        return any(parameter.sharded.grad is not None for parameter in self.parameters)
+
+    def reduce(self, full: torch.Tensor, out: torch.Tensor) -> Handle:
+        """Begin to reduce whole gradients to shards.
+
+        Args:
+            full: ``(num_shards * shard_numel,)`` ``reduce_dtype``, this rank's gradients; destroyed.
+            out: ``(shard_numel,)`` ``reduce_dtype``, receives the sum of this rank's range.
+
+        Returns:
+            What to wait for.
+        """
+        if self.reduce_dtype is torch.float16:
+            full.mul_(1.0 / self.divisor)  # sums of float16 overflow
+        # shard axis, num_shards * shard_numel * itemsize bytes; the next unit's reduction or the end waits
+        if not self.is_sharded:  # one rank, or replicated parameters
+            out.copy_(full)
+            return self._wire.all_reduce(out, self.mesh.shard)
+        return self._wire.reduce_scatter(out, full, self.shard_axis)
+
+    def rebase(self, flat: torch.Tensor) -> None:
+        """Let the compute shard lie elsewhere, and with it the shards if they are of the same type.
+
+        Args:
+            flat: ``(shard_numel,)`` in the compute type.
+        """
+        if self.compute is not self.master:
+            self.compute = flat
+            return
+        flat.copy_(self.master)
+        views = [self._shard_view(flat, parameter) for parameter in self.parameters]
+        for parameter, view in zip(self.parameters, views, strict=True):
+            parameter.sharded.data = view
+        self.master = self.compute = flat
+
+    def publish(self, owners: Sequence[int] | None = None) -> None:
+        """Make reduced gradients the ``grad`` of the shards.
+
+        Args:
+            owners: Place on the replicate axis of who updates each parameter; the others' shards get no
+                gradient, so that optimizers keep no state for them. None: every replica updates all.
+        """
+        for index, (parameter, view) in enumerate(zip(self.parameters, self._grad_views, strict=True)):
+            sharded = parameter.sharded
+            if owners is not None and owners[index] != self.mesh.replicate.index:
+                continue
+            if view.dtype is sharded.dtype:
+                sharded.grad = view
+            else:
+                sharded.grad = view.to(sharded.dtype)

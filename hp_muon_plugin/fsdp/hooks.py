@@ -1,0 +1,77 @@
+"""What runs around a module's forward and backward."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from hp_muon_plugin.fsdp.schedule import Schedule
+from hp_muon_plugin.fsdp.unit import Unit
+
+
+class _Boundary(torch.autograd.Function):
+    """Identity on a unit's inputs. Its backward runs when backward has left the unit."""
+
+    @staticmethod
+    def forward(ctx: Any, leave: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.leave = leave
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.leave()
+        return (None, *grads)
+
+
+class Hooks:
+    """Hooks of one unit.
+
+    Args:
+        unit: The unit.
+        schedule_of: The unit's schedule; made when a root runs for the first time.
+    """
+
+    def __init__(self, unit: Unit, schedule_of: Callable[[nn.Module], Schedule]) -> None:
+        self._unit, self._schedule_of = unit, schedule_of
+        module = unit.module
+        module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
+        module.register_forward_hook(self._after, prepend=False)
+
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        unit, schedule = self._unit, self._schedule_of(module)
+        precision = unit.options.precision
+        if precision.cast_forward_inputs and precision.param_dtype is not None:
+            args, kwargs = _cast((args, kwargs), precision.param_dtype)
+        schedule.enter_forward(unit, has_grad=torch.is_grad_enabled())
+        return self._bounded(schedule, args, kwargs) if torch.is_grad_enabled() else (args, kwargs)
+
+    def _bounded(self, schedule: Schedule, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        flat, spec = tree_flatten((args, kwargs))
+        places = [place for place, item in enumerate(flat) if isinstance(item, torch.Tensor) and item.requires_grad]
+        self._unit.has_boundary = bool(places)
+        if not places:
+            return args, kwargs
+        passed = _Boundary.apply(lambda: schedule.leave_backward(self._unit), *(flat[place] for place in places))
+        for place, tensor in zip(places, passed, strict=True):
+            flat[place] = tensor
+        args, kwargs = tree_unflatten(flat, spec)
+        return args, kwargs
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        unit, schedule = self._unit, self._schedule_of(module)
+        has_grad = torch.is_grad_enabled()
+        dtype = unit.options.precision.output_dtype
+        if dtype is not None:
+            output = _cast(output, dtype)
+        if has_grad:
+            for tensor in tree_flatten(output)[0]:
+                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                    tensor.register_hook(lambda grad: schedule.enter_backward(unit))
+        schedule.leave_forward(unit, has_grad=has_grad)
+        return output
+
+
+def _cast(tree: Any, dtype: torch.dtype) -> Any:
+    return tree_map_only(torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, tree)

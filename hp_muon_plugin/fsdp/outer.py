@@ -1,0 +1,281 @@
+"""Reductions between replicas: units fused into groups, begun as they fill, waited for at the end.
+
+The reduced shards of a group's buckets lie next to each other, in the order in which backward
+reaches them, so that one collective over the slow link reads several units without a copy.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+import torch
+
+from hp_muon_plugin.config.choices import OuterMode
+from hp_muon_plugin.fsdp.bucket import Bucket
+from hp_muon_plugin.platform.collectives import AxisGroup
+from hp_muon_plugin.platform.wire import Handle, Wire
+
+
+@dataclass(slots=True)
+class Segment:
+    """A stretch of a group whose parameters one replica updates.
+
+    Attributes:
+        owner: Place on the replicate axis.
+        start: First element in the group.
+        stop: One past the last.
+    """
+
+    owner: int
+    start: int
+    stop: int
+
+
+@dataclass(slots=True)
+class Group:
+    """Buckets that are reduced between replicas together.
+
+    Attributes:
+        buckets: In the order in which backward reaches them.
+        axis: The replicate axis.
+        mode: What replicas do with the sums.
+        grad: Reduced gradients of all buckets.
+        scratch: The same for one micro-batch, where earlier ones are already summed over replicas.
+        compute: With an owner per parameter: the buckets' compute shards.
+        segments: With an owner per parameter: who updates what, in order.
+    """
+
+    buckets: list[Bucket]
+    axis: AxisGroup
+    mode: OuterMode
+    grad: torch.Tensor
+    scratch: torch.Tensor | None = None
+    compute: torch.Tensor | None = None
+    segments: list[Segment] = field(default_factory=list)
+    handles: list[Handle] = field(default_factory=list)
+    weight_handles: list[Handle] = field(default_factory=list)
+    num_ready: int = 0
+    num_settled: int = 0
+    is_added: bool = False
+    is_partial: bool = False
+    is_stale: bool = False
+    _owners: dict[int, list[int]] = field(default_factory=dict)
+
+    def place(self, bucket: Bucket) -> int:
+        """First element of a bucket in the group."""
+        place = 0
+        for other in self.buckets:
+            if other is bucket:
+                return place
+            place += other.layout.shard_numel
+        raise AssertionError(bucket)
+
+    def out(self, bucket: Bucket) -> torch.Tensor:
+        """Where a bucket's reduce-scatter writes.
+
+        Args:
+            bucket: One of the group.
+
+        Returns:
+            ``(shard_numel,)``: a part of ``grad``, or of ``scratch`` if gradients of earlier micro-batches
+            are there.
+
+        Raises:
+            RuntimeError: If earlier micro-batches are summed over replicas and this one is not to be.
+        """
+        if self.num_ready == 0:
+            self.is_added = self.is_partial or any(other.has_grad for other in self.buckets)
+        self.num_ready += 1
+        return self._part(self.scratch if self.is_added else self.grad, bucket)
+
+    def _part(self, flat: torch.Tensor | None, bucket: Bucket) -> torch.Tensor:
+        if flat is None:
+            flat = self.scratch = torch.empty_like(self.grad)
+        start = self.place(bucket)
+        return flat[start : start + bucket.layout.shard_numel]
+
+    def settle(self, bucket: Bucket) -> None:
+        """Account for a finished reduce-scatter.
+
+        Args:
+            bucket: Whose.
+        """
+        if self.is_added and self.is_partial:
+            self._part(self.grad, bucket).add_(self._part(self.scratch, bucket))
+        elif self.is_added and not bucket.has_grad:
+            self._part(self.grad, bucket).zero_()
+        self.num_settled += 1
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all buckets are reduced over the shard axis."""
+        return self.num_settled == len(self.buckets)
+
+    def owners(self, bucket: Bucket) -> list[int] | None:
+        """Which replica updates each parameter.
+
+        Args:
+            bucket: One of the group.
+
+        Returns:
+            Places on the replicate axis in buffer order, or None if every replica updates all.
+        """
+        return self._owners.get(id(bucket))
+
+    def assign_owners(self) -> None:
+        """Divide the parameters over replicas, in buffer order and by their whole size.
+
+        Depends on layouts only, so that all ranks of a shard group agree on the owner of a parameter.
+        """
+        sizes = [placement.numel for bucket in self.buckets for placement in bucket.layout.placements]
+        total, seen = max(1, sum(sizes)), 0
+        owners = []
+        for size in sizes:
+            owners.append(min(self.axis.size - 1, (seen + size // 2) * self.axis.size // total))
+            seen += size
+        rest = iter(owners)
+        for bucket in self.buckets:
+            self._owners[id(bucket)] = [next(rest) for _ in bucket.layout.placements]
+        self.segments = list(self._segments())
+
+    def _segments(self) -> Iterator[Segment]:
+        ends: list[tuple[int, int]] = []  # (owner, end in the group) of every parameter's part of this shard
+        place = 0
+        for bucket in self.buckets:
+            for parameter, owner in zip(bucket.parameters, self._owners[id(bucket)], strict=True):
+                shard = parameter.sharded
+                if shard.numel():
+                    ends.append(
+                        (owner, place + int(shard.storage_offset() - bucket.master.storage_offset()) + shard.numel())
+                    )
+            place += bucket.layout.shard_numel
+        start = 0
+        for owner, run in groupby(ends, key=lambda end: end[0]):
+            stop = list(run)[-1][1]
+            yield Segment(owner, start, stop)
+            start = stop
+
+    @property
+    def _summed(self) -> torch.Tensor:
+        """What replicas sum: this micro-batch alone if earlier ones are summed already."""
+        flat = self.scratch if self.is_added and not self.is_partial else self.grad
+        assert flat is not None
+        return flat
+
+    def begin(self, wire: Wire) -> None:
+        """Begin the reduction, all buckets being ready.
+
+        Args:
+            wire: Collectives.
+        """
+        flat = self._summed
+        if self.mode is OuterMode.shard:
+            # replicate axis, each segment to its owner; the end of backward waits
+            self.handles = [wire.reduce(flat[part.start : part.stop], part.owner, self.axis) for part in self.segments]
+        else:
+            # replicate axis, the whole group; the end of backward waits
+            self.handles = [wire.all_reduce(flat, self.axis)]
+
+    def finish(self) -> None:
+        """Wait for the reduction, divide, add what earlier micro-batches left, and publish the gradients."""
+        for handle in self.handles:
+            handle.wait()
+        self.handles.clear()
+        flat, divisor = self._summed, self.buckets[0].divisor
+        if divisor != 1.0 and flat.dtype is not torch.float16:
+            flat.div_(divisor)
+        if flat is not self.grad:
+            self.grad.add_(flat)
+        self.num_ready = self.num_settled = 0
+        self.is_added = self.is_partial = False
+        for bucket in self.buckets:
+            bucket.publish(self.owners(bucket))
+
+    def keep_partial(self) -> None:
+        """Keep sums over the shard axis alone, for a later micro-batch to sum over replicas.
+
+        Raises:
+            RuntimeError: If earlier micro-batches are summed over replicas already.
+        """
+        if self.is_added and not self.is_partial:
+            raise RuntimeError(
+                "set_requires_all_reduce(False): gradients of an earlier micro-batch are summed over replicas already\n"
+                "  fix: leave it False for all micro-batches but the last, or call zero_grad() before the first"
+            )
+        self.num_ready = self.num_settled = 0
+        self.is_added, self.is_partial = False, True
+
+    def send_weights(self, wire: Wire) -> None:
+        """Begin to send updated weights from their owners, if they may have been updated since the last time.
+
+        Args:
+            wire: Collectives.
+        """
+        if not self.is_stale or self.compute is None:
+            return
+        self.is_stale = False
+        # replicate axis, each segment from its owner; the first gather of a bucket waits
+        self.weight_handles = [
+            wire.broadcast(self.compute[part.start : part.stop], part.owner, self.axis) for part in self.segments
+        ]
+
+    def wait_weights(self) -> None:
+        """Wait for weights that are under way."""
+        for handle in self.weight_handles:
+            handle.wait()
+        self.weight_handles.clear()
+
+
+def make_groups(buckets: Sequence[Bucket], mode: OuterMode, least_bytes: int) -> list[Group]:
+    """Fuse neighbouring buckets.
+
+    Args:
+        buckets: Trainable buckets in the order in which backward reaches them.
+        mode: What replicas do.
+        least_bytes: A group is closed when it holds this much.
+
+    Returns:
+        Groups; each bucket is in exactly one.
+    """
+    groups = []
+    pending: list[Bucket] = []
+
+    def close() -> None:
+        if pending:
+            groups.append(_group(list(pending), mode))
+            pending.clear()
+
+    for bucket in buckets:
+        last = pending[-1] if pending else bucket
+        if _key(bucket) != _key(last):
+            close()
+        pending.append(bucket)
+        if sum(b.layout.shard_numel for b in pending) * bucket.reduce_dtype.itemsize >= least_bytes:
+            close()
+    close()
+    return groups
+
+
+def _key(bucket: Bucket) -> tuple[AxisGroup, AxisGroup, torch.dtype, torch.dtype, torch.dtype, float]:
+    mesh = bucket.mesh
+    dtypes = bucket.reduce_dtype, bucket.compute_dtype, bucket.master.dtype
+    return mesh.replicate, mesh.shard, *dtypes, bucket.divisor
+
+
+def _group(buckets: list[Bucket], mode: OuterMode) -> Group:
+    first, axis = buckets[0], buckets[0].mesh.replicate
+    numel = sum(bucket.layout.shard_numel for bucket in buckets)
+    grad = torch.zeros(numel, dtype=first.reduce_dtype, device=first.master.device)
+    group = Group(buckets, axis, mode if axis.size > 1 else OuterMode.replicate, grad)
+    start = 0
+    for bucket in buckets:
+        bucket.attach_grad(grad[start : start + bucket.layout.shard_numel])
+        start += bucket.layout.shard_numel
+    if group.mode is not OuterMode.replicate:
+        group.compute = torch.empty(numel, dtype=first.compute_dtype, device=first.master.device)
+        start = 0
+        for bucket in buckets:
+            bucket.rebase(group.compute[start : start + bucket.layout.shard_numel])
+            start += bucket.layout.shard_numel
+        group.assign_owners()
+    return group

@@ -1,0 +1,203 @@
+"""A unit: the parameters of a module that are gathered, resharded and reduced together."""
+
+from collections.abc import Sequence
+from enum import Enum, auto
+
+import torch
+from torch import nn
+
+from hp_muon_plugin.fsdp.bucket import Bucket
+from hp_muon_plugin.fsdp.buffers import Slot, num_bytes
+from hp_muon_plugin.fsdp.parameter import Parameter
+from hp_muon_plugin.fsdp.policy import UnitOptions
+from hp_muon_plugin.platform.wire import Handle
+
+
+class State(Enum):
+    """Which form of the parameters exists.
+
+    ``sharded``: shards are registered, gathered weights have no memory. ``gathering``: shards are registered,
+    the gather is under way. ``gathered``: gathered weights are registered.
+    """
+
+    sharded = auto()
+    gathering = auto()
+    gathered = auto()
+
+
+class Unit:
+    """One module given to :func:`hp_fully_shard`.
+
+    Attributes:
+        name: For messages; set by the schedule.
+        module: The module.
+        buckets: Its parameters, without those of units inside it.
+        options: What the user chose.
+        state: Which form of the parameters exists.
+        is_leaf: Whether no other unit runs inside it; set by the schedule.
+        reshards: Whether gathered weights are given up after forward.
+        is_in_use: Whether its weights are read now or saved tensors that point to them may be.
+        has_boundary: Whether backward passes through the module's inputs.
+        num_open: Forward passes whose backward has not passed the inputs yet.
+        is_entered: Whether this backward pass has reached it.
+        has_passed: Whether this backward pass has passed its inputs.
+        is_complete: Whether this backward pass has all its gradients.
+        is_reduced: Whether this backward pass has begun to reduce them.
+        weights_slot: Memory of gathered weights.
+        grads_slot: Memory of whole gradients.
+        grads: Whole gradients of trainable buckets, while there are any.
+        pending: Reductions under way.
+    """
+
+    def __init__(self, module: nn.Module, buckets: list[Bucket], options: UnitOptions) -> None:
+        self.name = type(module).__name__
+        self.module, self.buckets, self.options = module, buckets, options
+        self.state = State.sharded
+        self.is_leaf = True
+        self.reshards = options.reshard_after_forward is not False
+        self.is_in_use = self.has_boundary = False
+        self.is_entered = self.has_passed = self.is_complete = self.is_reduced = False
+        self.num_open = 0
+        self.weights_slot: Slot | None = None
+        self.grads_slot: Slot | None = None
+        self.grads: list[torch.Tensor] | None = None
+        self.pending: list[Handle] = []
+        self._flats: list[torch.Tensor] = []
+        self._gathers: list[Handle] = []
+        self.trainable = [bucket for bucket in buckets if bucket.is_trainable]
+        self._missing: set[int] = set()
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of gathered weights."""
+        return num_bytes(self._weight_pieces)
+
+    @property
+    def grad_bytes(self) -> int:
+        """Bytes of whole gradients."""
+        return num_bytes(self._grad_pieces)
+
+    @property
+    def _weight_pieces(self) -> list[tuple[int, torch.dtype]]:
+        return [(bucket.layout.numel, bucket.compute_dtype) for bucket in self.buckets if bucket.is_sharded]
+
+    @property
+    def _grad_pieces(self) -> list[tuple[int, torch.dtype]]:
+        return [(bucket.layout.numel, bucket.reduce_dtype) for bucket in self.trainable]
+
+    def bind(self, slot: Slot) -> None:
+        """Choose where gathered weights lie. No saved tensor may point to the place before.
+
+        Args:
+            slot: Memory.
+        """
+        self.weights_slot = slot
+        cut = iter(slot.cut(self._weight_pieces))
+        self._flats = [next(cut) if bucket.is_sharded else bucket.compute for bucket in self.buckets]
+        for bucket, flat in zip(self.buckets, self._flats, strict=True):
+            for parameter in bucket.parameters:
+                parameter.bind(flat)
+
+    def begin_gather(self) -> None:
+        """Begin to gather, if sharded."""
+        if self.state is not State.sharded:
+            return
+        self._gathers = [
+            bucket.gather(flat)
+            for bucket, flat in zip(self.buckets, self._flats, strict=True)
+            if bucket.is_sharded and flat.numel()
+        ]
+        self.state = State.gathering
+
+    def finish_gather(self) -> None:
+        """Wait for gathered weights and register them."""
+        if self.state is State.gathered:
+            return
+        self._wait_gathers()
+        self._register("full")
+        self.state = State.gathered
+
+    def reshard(self) -> None:
+        """Give up gathered weights and register the shards."""
+        self._wait_gathers()
+        if self.state is State.gathered:
+            self._register("sharded")
+        self.state = State.sharded
+        self.is_in_use = False
+        if self.weights_slot is not None and self.weights_slot.holder is self:
+            self.weights_slot.holder = None
+
+    def _wait_gathers(self) -> None:
+        for handle in self._gathers:
+            handle.wait()
+        self._gathers.clear()
+
+    def _register(self, form: str) -> None:
+        for bucket in self.buckets:
+            for parameter in bucket.parameters:
+                parameter.register(getattr(parameter, form))
+
+    def open_grads(self, slot: Slot) -> None:
+        """Take zeroed memory for whole gradients, and let autograd write there.
+
+        Args:
+            slot: Memory.
+        """
+        slot.holder = self
+        self.grads_slot, self.grads = slot, slot.cut(self._grad_pieces)
+        for flat in self.grads:
+            flat.zero_()
+
+    def expect_grads(self) -> None:
+        """Begin to count gradients of a backward pass."""
+        assert self.grads is not None
+        self._missing = set()
+        for bucket, flat in zip(self.trainable, self.grads, strict=True):
+            for parameter in bucket.parameters:
+                self._missing.add(id(parameter.full))
+                if bucket.is_reduced_in_place:
+                    parameter.full.grad = _view(flat, parameter)
+
+    def take_grad(self, bucket: Bucket, parameter: Parameter) -> None:
+        """Account for a gradient that autograd has finished.
+
+        Args:
+            bucket: One of the trainable ones.
+            parameter: Whose gradient it is.
+        """
+        if not bucket.is_reduced_in_place and parameter.full.grad is not None and self.grads is not None:
+            flat = self.grads[self.trainable.index(bucket)]
+            _view(flat, parameter).add_(parameter.full.grad)
+            parameter.full.grad = None
+        self._missing.discard(id(parameter.full))
+
+    @property
+    def is_missing_grads(self) -> bool:
+        """Whether some parameter has no gradient of this backward pass yet."""
+        return bool(self._missing)
+
+    def close_grads(self) -> None:
+        """Give up the memory of whole gradients."""
+        for bucket in self.trainable:
+            for parameter in bucket.parameters:
+                parameter.full.grad = None
+        if self.grads_slot is not None:
+            self.grads_slot.holder = None
+        self.grads = self.grads_slot = None
+
+
+def _view(flat: torch.Tensor, parameter: Parameter) -> torch.Tensor:
+    start = parameter.placement.offset
+    return flat[start : start + parameter.placement.numel].view(parameter.shape)
+
+
+def owned_shards(units: Sequence[Unit]) -> list[nn.Parameter]:
+    """All shards, in the order of the units.
+
+    Args:
+        units: Units.
+
+    Returns:
+        The shards.
+    """
+    return [parameter.sharded for unit in units for bucket in unit.buckets for parameter in bucket.parameters]
