@@ -208,6 +208,15 @@ def test_small_parameters_fill_holes_before_boundaries() -> None:
     assert (bucket.shard_numel, bucket.padding) == (128, 0)
 
 
+def test_padding_of_experts_takes_weights_of_the_other_bucket() -> None:
+    """Four matrices over eight ranks leave four shards, as much as one of the weights."""
+    pieces = [hard("experts", 4, 64, 64), soft("large", 256, 64), soft("small", 64, 64)]
+    filled, rest = plan_buckets(pieces, 8)
+    assert [placement.name for placement in filled.placements] == ["experts", "large"]
+    assert [placement.name for placement in rest.placements] == ["small"]
+    assert filled.padding == rest.padding == 0
+
+
 SIDES = [(rng.randrange(900, 1400), rng.randrange(900, 1400)) for rng in [random.Random(3)] for _ in range(4)]
 
 
