@@ -49,7 +49,7 @@ def hp_fully_shard(
     module: nn.Module,
     mesh: DeviceMesh | ShardMesh,
     *,
-    reshard_after_forward: bool | None = None,
+    reshard_after_forward: bool | int | None = None,
     mp_policy: MixedPrecision | None = None,
     ignored_params: set[nn.Parameter] | None = None,
     replicate_params: set[nn.Parameter] | None = None,
@@ -75,7 +75,8 @@ def hp_fully_shard(
         module: Any module. Parameters may be on the meta device; see :func:`initialize`.
         mesh: One axis, or two (replicate, shard).
         reshard_after_forward: Whether to give up gathered weights after forward. None: yes, except for
-            the root.
+            the root. A number: sharded over so many neighbours between forward and backward, as over the
+            ranks of one machine.
         mp_policy: Types; see :class:`MixedPrecision`.
         ignored_params: Left as they are; nothing is done to their gradients.
         replicate_params: Kept whole on every rank; their gradients are summed over all ranks of the mesh.
@@ -102,7 +103,8 @@ def hp_fully_shard(
     originals = _originals(module, ignored_params or set())
     wire = wire or C10dWire()
     buckets = _buckets(originals, axes, options, wire, replicate_params or set(), granularity)
-    unit = Unit(module, buckets, options)
+    is_number = isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool)
+    unit = Unit(module, buckets, options, axes.near(int(reshard_after_forward or 0)) if is_number else None)
     setattr(module, _UNIT, unit)
     for original in originals:
         _SHARDED.add(original.parameter)

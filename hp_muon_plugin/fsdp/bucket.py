@@ -95,6 +95,34 @@ class Bucket:
         parameter.shard(flat, start, stop, original.parameter)
         return parameter
 
+    def materialize(self, whole: torch.Tensor) -> None:
+        """Take memory on a device, and this rank's range of whole parameters.
+
+        Args:
+            whole: ``(num_shards * shard_numel,)`` in the type of the shards; its device is the bucket's.
+        """
+        begin = self.shard_axis.index * self.layout.shard_numel
+        self.master = whole[begin : begin + self.layout.shard_numel].clone()
+        is_cast = self.compute_dtype is not self.master.dtype
+        self.compute = torch.empty_like(self.master, dtype=self.compute_dtype) if is_cast else self.master
+        for parameter in self.parameters:
+            info, original = parameter.sharded.hp_shard, parameter.sharded  # type: ignore[attr-defined]
+            place = max(0, parameter.placement.offset + info.start - begin) if info.stop > info.start else 0
+            parameter.full = nn.Parameter(
+                torch.empty(0, dtype=self.compute_dtype, device=whole.device), requires_grad=original.requires_grad
+            )
+            parameter.shard(self.master[place : place + info.stop - info.start], info.start, info.stop, original)
+
+    def gather_master(self) -> torch.Tensor:
+        """Gather the shards in their own type. All ranks of the shard axis must call it.
+
+        Returns:
+            ``(num_shards * shard_numel,)``, a new tensor.
+        """
+        flat = torch.empty(self.layout.numel, dtype=self.master.dtype, device=self.master.device)
+        self._wire.all_gather(flat, self.master, self.shard_axis).wait()
+        return flat
+
     def refresh(self) -> None:
         """Bring the compute copy up to date with the shards that the optimizer changed."""
         if self.compute is not self.master:
@@ -111,6 +139,21 @@ class Bucket:
         """
         # shard axis, shard_numel * itemsize bytes from each rank; the unit's forward or backward waits
         return self._wire.all_gather(flat, self.compute, self.shard_axis)
+
+    def gather_near(self, flat: torch.Tensor, kept: torch.Tensor, near: AxisGroup | None) -> Handle:
+        """Begin to gather the bucket from neighbours that keep parts of it.
+
+        Args:
+            flat: ``(num_shards * shard_numel,)`` compute type, receives it.
+            kept: This rank's part, ``1 / near.size`` of it.
+            near: The neighbours.
+
+        Returns:
+            What to wait for.
+        """
+        assert near is not None
+        # part of the shard axis, num_shards * shard_numel * itemsize / near.size bytes from each; backward waits
+        return self._wire.all_gather(flat, kept, near)
 
     def attach_grad(self, flat: torch.Tensor) -> None:
         """Give reduced gradients their place.

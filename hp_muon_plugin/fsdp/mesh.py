@@ -2,10 +2,13 @@
 
 from dataclasses import dataclass
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from hp_muon_plugin.errors import ConfigError
 from hp_muon_plugin.platform.collectives import AxisGroup
+
+_NEAR: dict[tuple[dist.ProcessGroup, int], dist.ProcessGroup] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +27,35 @@ class ShardMesh:
     def size(self) -> int:
         """Ranks that share a gradient."""
         return self.shard.size * self.replicate.size
+
+    def near(self, size: int) -> AxisGroup:
+        """Neighbours on the shard axis. All ranks of it must call with the same size.
+
+        Args:
+            size: How many; divides the axis.
+
+        Returns:
+            The ``size`` consecutive ranks that this rank is among.
+
+        Raises:
+            ConfigError: If it does not divide the axis.
+        """
+        if not 1 < size <= self.shard.size or self.shard.size % size:
+            raise ConfigError(
+                "reshard_after_forward",
+                size,
+                f"does not divide the {self.shard.size} ranks of {self.shard.axis}",
+                "use True, False, or a divisor of the shard ranks above 1",
+            )
+        first = self.shard.index // size * size
+        group = self.shard.group
+        if group is None or size == self.shard.size:
+            return self.shard
+        key = (group, size)
+        if key not in _NEAR:
+            ranks = [dist.get_global_rank(group, first + place) for place in range(size)]
+            _NEAR[key] = dist.new_group(ranks, use_local_synchronization=True)
+        return AxisGroup(f"{self.shard.axis} by {size}", size, self.shard.index - first, _NEAR[key])
 
     @classmethod
     def from_device_mesh(cls, mesh: DeviceMesh) -> "ShardMesh":

@@ -13,7 +13,7 @@ import torch
 from hp_muon_plugin.config.choices import OuterMode
 from hp_muon_plugin.fsdp.bucket import Bucket
 from hp_muon_plugin.platform.collectives import AxisGroup
-from hp_muon_plugin.platform.wire import Handle, Wire
+from hp_muon_plugin.platform.wire import Handle, Wire, wait_for
 
 
 @dataclass(slots=True)
@@ -178,9 +178,7 @@ class Group:
 
     def finish(self) -> None:
         """Wait for the reduction, divide, add what earlier micro-batches left, and publish the gradients."""
-        for handle in self.handles:
-            handle.wait()
-        self.handles.clear()
+        wait_for(self.handles, "sum of gradients over {}", self.axis.axis)
         flat, divisor = self._summed, self.buckets[0].divisor
         if divisor != 1.0 and flat.dtype is not torch.float16:
             flat.div_(divisor)
@@ -219,11 +217,23 @@ class Group:
             wire.broadcast(self.compute[part.start : part.stop], part.owner, self.axis) for part in self.segments
         ]
 
+    def send_shards(self, wire: Wire) -> None:
+        """Send shards from their owners where the compute type is not theirs. Waits.
+
+        Args:
+            wire: Collectives.
+        """
+        for bucket in self.buckets:
+            owners = self.owners(bucket)
+            if owners is None or bucket.compute is bucket.master:
+                continue
+            for parameter, owner in zip(bucket.parameters, owners, strict=True):
+                # replicate axis, this shard's part of one parameter
+                wire.broadcast(parameter.sharded.detach().reshape(-1), owner, self.axis).wait()
+
     def wait_weights(self) -> None:
         """Wait for weights that are under way."""
-        for handle in self.weight_handles:
-            handle.wait()
-        self.weight_handles.clear()
+        wait_for(self.weight_handles, "weights from their owners on {}", self.axis.axis)
 
 
 def make_groups(buckets: Sequence[Bucket], mode: OuterMode, least_bytes: int) -> list[Group]:

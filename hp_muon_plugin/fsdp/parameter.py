@@ -68,9 +68,9 @@ class Parameter:
         is_rows = row > 0 and start % row == 0 and stop % row == 0
         local = flat.view(-1, *self.shape[1:]) if is_rows and len(self.shape) > 1 else flat
         self.sharded = nn.Parameter(local, requires_grad=original.requires_grad)
-        for key, value in vars(original).items():  # what Megatron and others mark parameters with
-            setattr(self.sharded, key, value)
-            setattr(self.full, key, value)
+        marks = {key: value for key, value in vars(original).items() if key != "hp_shard"}  # Megatron's and others'
+        vars(self.sharded).update(marks)
+        vars(self.full).update(marks)
         self.sharded.hp_shard = ShardInfo(self.name, self.shape, start, stop)  # type: ignore[attr-defined]
 
     def bind(self, flat: torch.Tensor) -> None:

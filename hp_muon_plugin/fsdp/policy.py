@@ -28,13 +28,14 @@ class UnitOptions:
 
     Attributes:
         reshard_after_forward: Whether gathered weights are given up after forward. None: yes, except for
-            the root, whose weights backward needs first.
+            the root, whose weights backward needs first. A number: each rank keeps as much as if they
+            were sharded over so many neighbours, from which backward gathers them.
         precision: Types.
         divisor: By what summed gradients are divided. None: the number of ranks that share them.
         max_padding: Share of padding above which rows may be cut; see ``layout/bucket_planner.py``.
     """
 
-    reshard_after_forward: bool | None = None
+    reshard_after_forward: bool | int | None = None
     precision: MixedPrecision = MixedPrecision()
     divisor: float | None = None
     max_padding: float = 0.01

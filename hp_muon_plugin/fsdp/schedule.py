@@ -13,13 +13,14 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hp_muon_plugin.config.choices import OuterMode
+from hp_muon_plugin.fsdp.agreement import check_agreement, describe
 from hp_muon_plugin.fsdp.bucket import Bucket
 from hp_muon_plugin.fsdp.buffers import Slot, slots
-from hp_muon_plugin.fsdp.outer import make_groups
+from hp_muon_plugin.fsdp.outer import Group, make_groups
 from hp_muon_plugin.fsdp.parameter import Parameter
 from hp_muon_plugin.fsdp.policy import ScheduleOptions
 from hp_muon_plugin.fsdp.unit import State, Unit
-from hp_muon_plugin.platform.wire import Wire
+from hp_muon_plugin.platform.wire import Wire, wait_for
 
 _NUM_GRAD_SLOTS = 2  # one being written, one being reduced
 
@@ -45,6 +46,7 @@ class Schedule:
         self._queue: list[Unit] = []
         self._settling: Unit | None = None
         self._own_grad_slots: dict[int, Slot] = {}
+        self._check_agreement(mode)
         reach = [bucket for unit in reversed(self.units) for bucket in unit.trainable]
         self.groups = make_groups(reach, mode, options.outer_bucket_bytes)
         self._group = {id(bucket): group for group in self.groups for bucket in group.buckets}
@@ -54,9 +56,14 @@ class Schedule:
         if any(group.segments for group in self.groups):
             _watch_optimizers(self)
 
+    def _check_agreement(self, mode: OuterMode) -> None:
+        meshes = dict.fromkeys(bucket.mesh for unit in self.units for bucket in unit.buckets)
+        axes = dict.fromkeys(axis for mesh in meshes for axis in (mesh.shard, mesh.replicate))
+        check_agreement(describe(self.units, self._options, mode), list(axes))
+
     def _assign(self, order: Sequence[Unit]) -> None:
         """Give every unit its slots, for units that run in this order."""
-        device = self._device()
+        device = self.device
         may_share = [unit.is_leaf and unit.reshards and unit is not self.root for unit in order]
         weights = slots([unit.weight_bytes for unit in order], may_share, self._options.prefetch + 1, device)
         leaves = [unit.is_leaf and unit is not self.root for unit in order]
@@ -65,7 +72,9 @@ class Schedule:
         for unit, slot in zip(order, weights, strict=True):
             unit.bind(slot)
 
-    def _device(self) -> torch.device:
+    @property
+    def device(self) -> torch.device:
+        """Where its tensors are."""
         return next(bucket.master.device for unit in self.units for bucket in unit.buckets)
 
     def _watch_grads(self) -> None:
@@ -121,6 +130,8 @@ class Schedule:
             return
         unit.is_in_use = not unit.reshards
         if not has_grad or (unit.reshards and not self._is_first_in_backward(unit)):
+            if has_grad:
+                unit.keep()
             unit.reshard()
         if unit is self.root:
             self._order = self._seen + [other for other in self.units if other not in self._seen]
@@ -138,6 +149,7 @@ class Schedule:
         self._seen = []
         self._reshard_all()  # what an earlier pass left gathered may be out of date
         for unit in self.units:
+            unit.has_kept = False
             for bucket in unit.buckets:
                 bucket.refresh()
         for group in reversed(self.groups):
@@ -232,7 +244,7 @@ class Schedule:
             if isinstance(slot.holder, Unit) and slot.holder is self._settling:
                 self._settle()
             if slot.holder is not None or not self.syncs:  # held until a later micro-batch
-                slot = self._own_grad_slots.setdefault(id(unit), Slot(unit.grad_bytes, self._device()))
+                slot = self._own_grad_slots.setdefault(id(unit), Slot(unit.grad_bytes, self.device))
             unit.open_grads(slot)
         unit.expect_grads()
 
@@ -268,9 +280,7 @@ class Schedule:
         unit, self._settling = self._settling, None
         if unit is None:
             return
-        for handle in unit.pending:
-            handle.wait()
-        unit.pending.clear()
+        wait_for(unit.pending, "reduce-scatter of gradients of {}", unit.name)
         unit.close_grads()
         for bucket in unit.trainable:
             group = self._group[id(bucket)]
@@ -296,6 +306,22 @@ class Schedule:
             unit.is_in_use = unit.is_entered = unit.is_reduced = False
 
     # Outside of a step
+
+    def group_of(self, bucket: Bucket) -> Group:
+        """The group of a trainable bucket."""
+        return self._group[id(bucket)]
+
+    def reshard(self) -> None:
+        """Register the shards of all units, whatever the last pass left gathered."""
+        self._reshard_all()
+
+    def settle_weights(self) -> None:
+        """Reshard, and bring every shard up to date with its owner's. All ranks must call it."""
+        self._reshard_all()
+        for group in self.groups:
+            group.send_weights(self._wire)
+            group.wait_weights()
+            group.send_shards(self._wire)
 
     def note_update(self) -> None:
         """Owners have updated weights: the next forward sends them. torch's optimizers call this by themselves.

@@ -10,7 +10,8 @@ from hp_muon_plugin.fsdp.bucket import Bucket
 from hp_muon_plugin.fsdp.buffers import Slot, num_bytes
 from hp_muon_plugin.fsdp.parameter import Parameter
 from hp_muon_plugin.fsdp.policy import UnitOptions
-from hp_muon_plugin.platform.wire import Handle
+from hp_muon_plugin.platform.collectives import AxisGroup
+from hp_muon_plugin.platform.wire import Handle, wait_for
 
 
 class State(Enum):
@@ -43,13 +44,16 @@ class Unit:
         has_passed: Whether this backward pass has passed its inputs.
         is_complete: Whether this backward pass has all its gradients.
         is_reduced: Whether this backward pass has begun to reduce them.
+        has_kept: Whether backward gathers from the neighbours, which keep parts of the gathered weights.
         weights_slot: Memory of gathered weights.
         grads_slot: Memory of whole gradients.
         grads: Whole gradients of trainable buckets, while there are any.
         pending: Reductions under way.
     """
 
-    def __init__(self, module: nn.Module, buckets: list[Bucket], options: UnitOptions) -> None:
+    def __init__(
+        self, module: nn.Module, buckets: list[Bucket], options: UnitOptions, near: AxisGroup | None = None
+    ) -> None:
         self.name = type(module).__name__
         self.module, self.buckets, self.options = module, buckets, options
         self.state = State.sharded
@@ -64,6 +68,7 @@ class Unit:
         self.pending: list[Handle] = []
         self._flats: list[torch.Tensor] = []
         self._gathers: list[Handle] = []
+        self._near, self._kept, self.has_kept = near, list[torch.Tensor](), False
         self.trainable = [bucket for bucket in buckets if bucket.is_trainable]
         self._missing: set[int] = set()
 
@@ -102,12 +107,25 @@ class Unit:
         """Begin to gather, if sharded."""
         if self.state is not State.sharded:
             return
-        self._gathers = [
-            bucket.gather(flat)
-            for bucket, flat in zip(self.buckets, self._flats, strict=True)
-            if bucket.is_sharded and flat.numel()
-        ]
+        sharded = [(bucket, flat) for bucket, flat in zip(self.buckets, self._flats, strict=True) if bucket.is_sharded]
+        if self.has_kept:
+            pairs = zip(sharded, self._kept, strict=True)
+            self._gathers = [bucket.gather_near(flat, kept, self._near) for (bucket, flat), kept in pairs]
+        else:
+            self._gathers = [bucket.gather(flat) for bucket, flat in sharded]
         self.state = State.gathering
+
+    def keep(self) -> None:
+        """Keep this rank's part of the gathered weights for backward, before they are given up."""
+        sharded = [flat for bucket, flat in zip(self.buckets, self._flats, strict=True) if bucket.is_sharded]
+        if self._near is None or not sharded:
+            return
+        parts = [flat.view(self._near.size, -1)[self._near.index] for flat in sharded]
+        if not self._kept:
+            self._kept = [torch.empty_like(part) for part in parts]
+        for kept, part in zip(self._kept, parts, strict=True):
+            kept.copy_(part)
+        self.has_kept = True
 
     def finish_gather(self) -> None:
         """Wait for gathered weights and register them."""
@@ -128,9 +146,7 @@ class Unit:
             self.weights_slot.holder = None
 
     def _wait_gathers(self) -> None:
-        for handle in self._gathers:
-            handle.wait()
-        self._gathers.clear()
+        wait_for(self._gathers, "all-gather of {}", self.name)
 
     def _register(self, form: str) -> None:
         for bucket in self.buckets:

@@ -263,3 +263,25 @@ def _gather_by_broadcasts(
         for index in range(axis.size)
     ]
     return _Pending(works, (output, source))
+
+
+def wait_for(handles: list[Handle], what: str, name: str) -> None:
+    """Wait for collectives, and forget them.
+
+    Args:
+        handles: What is under way; empty afterwards.
+        what: What it is, with ``{}`` for the name.
+        name: Of a module or an axis.
+
+    Raises:
+        RuntimeError: If a collective failed, saying which.
+    """
+    try:
+        for handle in handles:
+            handle.wait()
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{what.format(name)} failed: another rank ended, or waits for something else\n"
+            f"  fix: look at the first message of the other ranks ({error})"
+        ) from error
+    handles.clear()
