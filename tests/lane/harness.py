@@ -168,3 +168,17 @@ def _place(found: dict[str, torch.Tensor], spec: ParamSpec, index: int, tensor: 
 
 def whole_weights(ready: Ready) -> dict[str, torch.Tensor]:
     return whole_tensors(ready, lambda param: param)
+
+
+def optimizer_config(name: str = "hp_muon", **values: Any) -> Any:
+    """megatron-core's own configuration, as a trainer would fill it in."""
+    from megatron.core.optimizer import OptimizerConfig
+
+    return OptimizerConfig(optimizer=name, **(dict(lr=0.01, min_lr=0.001, weight_decay=0.1) | values))
+
+
+def wrapped_model(launch: Launch, config: Train | None = None) -> torch.nn.Module:
+    """A model chunk inside Megatron's wrapper, without an optimizer."""
+    config = config or train_config(dense())
+    platform = start(launch, config)
+    return setup.build_model(config, VOCAB, platform)[0]

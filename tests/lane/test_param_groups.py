@@ -1,0 +1,118 @@
+"""Parameter groups: whatever a trainer says about learning rates and weight decay holds."""
+
+from typing import Any
+
+import pytest
+from dist_pool import run_ranks
+
+from hp_muon_plugin.config.optimizer import HpMuon, ScalarAdamW
+from hp_muon_plugin.errors import ConfigError
+from hp_muon_plugin.megatron import install, uninstall
+from hp_muon_plugin.megatron.versions import core_version
+from hp_muon_plugin.train.setup import Launch
+from lane.harness import VOCAB, dense, start, train_config
+
+
+def _groups(launch: Launch) -> Any:
+    """Whatever a trainer passes to the factory about weight decay and learning rates holds."""
+    import megatron.core.optimizer as factory
+
+    from hp_muon_plugin.train import setup
+
+    config = train_config(dense())
+    platform = start(launch, config)
+    model, _ = setup.build_model(config, VOCAB, platform)
+    settings = HpMuon(lr=0.02, weight_decay=0.2, adamw=ScalarAdamW(lr=0.002, weight_decay=0.05))
+    uninstall()
+    install(settings)
+    core = factory.OptimizerConfig(optimizer="hp_muon", lr=0.01, min_lr=0.001, weight_decay=0.1)
+    if core_version().lane < (0, 16):
+        extra = {
+            "no_weight_decay_cond": lambda name, param: "linear_fc2" in name or param.dim() == 1,
+            "scale_lr_cond": lambda name, param: "linear_proj" in name,
+            "lr_mult": 0.5,
+        }
+    else:
+        from megatron.core.optimizer import ParamKey
+        from megatron.core.optimizer_param_scheduler import ParamGroupOverride
+
+        extra = {
+            "config_overrides": {
+                ParamKey(name="*linear_fc2*"): ParamGroupOverride(wd_mult=0.0),
+                ParamKey(name="*norm*"): ParamGroupOverride(wd_mult=0.0),
+                ParamKey(name="*linear_proj*"): ParamGroupOverride(max_lr=0.005, min_lr=0.0005),
+            }
+        }
+    optimizer = factory.get_megatron_optimizer(core, [model], **extra)
+    config.optimizer.lr, config.optimizer.weight_decay = 0.01, 0.1
+    config.lr_schedule.warmup_steps = 0
+    setup.build_schedule(config, optimizer)
+    names = {
+        pair.main: spec.name for pair, spec in zip(optimizer._pairs, [c.spec for c in optimizer._counted], strict=True)
+    }
+    found = {}
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            found[names[param]] = (group["algorithm"], group["lr"], group["weight_decay"])
+    return found
+
+
+def test_weight_decay_and_learning_rate_conditions_of_the_trainer_hold() -> None:
+    found = run_ranks(1, _groups)[0]
+    assert found["decoder.layers.0.self_attention.linear_qkv.weight"] == (
+        "muon",
+        pytest.approx(0.02),
+        pytest.approx(0.2),
+    )
+    assert found["decoder.layers.0.mlp.linear_fc2.weight"] == ("muon", pytest.approx(0.02), 0.0)
+    rate = 0.01 if core_version().lane < (0, 16) else 0.005
+    assert found["decoder.layers.0.self_attention.linear_proj.weight"] == (
+        "muon",
+        pytest.approx(rate),
+        pytest.approx(0.2),
+    )
+    assert found["embedding.word_embeddings.weight"] == ("adamw", pytest.approx(0.002), pytest.approx(0.05))
+    assert found["decoder.layers.0.input_layernorm.weight"] == ("adamw", pytest.approx(0.002), 0.0)
+
+
+def _zero_decay(launch: Launch) -> str:
+    import megatron.core.optimizer as factory
+
+    from hp_muon_plugin.train import setup
+
+    config = train_config(dense())
+    model, _ = setup.build_model(config, VOCAB, start(launch, config))
+    uninstall()
+    install(HpMuon(lr=0.02, weight_decay=0.2))
+    core = factory.OptimizerConfig(optimizer="hp_muon", lr=0.01, min_lr=0.001, weight_decay=0.0)
+    try:
+        factory.get_megatron_optimizer(core, [model])
+    except ConfigError as error:
+        return str(error)
+    return "not refused"
+
+
+def test_a_schedule_that_would_zero_the_weight_decay_is_refused() -> None:
+    assert "multiply their own weight decay, which is 0 here" in run_ranks(1, _zero_decay)[0]
+
+
+def _without_settings(launch: Launch) -> Any:
+    import megatron.core.optimizer as factory
+
+    from hp_muon_plugin.train import setup
+
+    config = train_config(dense())
+    model, _ = setup.build_model(config, VOCAB, start(launch, config))
+    uninstall()
+    install()
+    core = factory.OptimizerConfig(
+        optimizer="hp_muon", lr=0.03, min_lr=0.003, weight_decay=0.07, adam_beta1=0.8, adam_beta2=0.9, adam_eps=1e-6
+    )
+    optimizer = factory.get_megatron_optimizer(core, [model])
+    return [(g["algorithm"], g["lr"], g["weight_decay"], g.get("betas"), g.get("eps")) for g in optimizer.param_groups]
+
+
+def test_without_settings_everything_comes_from_megatrons_configuration() -> None:
+    groups = run_ranks(1, _without_settings)[0]
+    assert ("muon", 0.03, 0.07, None, None) in groups
+    assert ("adamw", 0.03, 0.07, (0.8, 0.9), 1e-6) in groups
