@@ -28,7 +28,7 @@ def from_options(cls: type[Options], options: Mapping[str, Any] | DictConfig, *,
         ConfigError: If a name is unknown or a value has the wrong type.
     """
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(cls), OmegaConf.create(_plain(options)))
+        merged = OmegaConf.merge(OmegaConf.structured(cls), OmegaConf.create(plain(options)))
         return cast(Options, OmegaConf.to_object(merged))
     except OmegaConfBaseException as error:
         raise _explain(cls, error, prefix) from error
@@ -48,10 +48,35 @@ def nearest(name: str, names: Sequence[str]) -> str | None:
     return found[0] if found else None
 
 
-def _plain(options: Mapping[str, Any] | DictConfig) -> Any:
+def plain(options: Mapping[str, Any] | DictConfig) -> dict[str, Any]:
+    """Nested mappings as dictionaries of their own.
+
+    Args:
+        options: Values by name; OmegaConf's are resolved.
+
+    Returns:
+        A copy that shares no container with ``options``.
+    """
     if isinstance(options, DictConfig):
-        return OmegaConf.to_container(options, resolve=True)
-    return {key: _plain(value) if isinstance(value, Mapping | DictConfig) else value for key, value in options.items()}
+        return cast(dict[str, Any], OmegaConf.to_container(options, resolve=True))
+    return {str(key): plain(value) if isinstance(value, Mapping) else value for key, value in options.items()}
+
+
+def overlay(base: Mapping[str, Any], given: Mapping[str, Any] | DictConfig) -> dict[str, Any]:
+    """Options of ``base``, overruled one by one by those of ``given``, nested ones too.
+
+    Args:
+        base: Values by name.
+        given: Values by name.
+
+    Returns:
+        A new dictionary.
+    """
+    merged = plain(base)
+    for key, value in plain(given).items():
+        below = merged.get(key)
+        merged[key] = overlay(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return merged
 
 
 def _explain(cls: type, error: OmegaConfBaseException, prefix: str) -> ConfigError:

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hp_muon_plugin.config.checks import check_optimizer
 from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.errors import ConfigError, raise_all
 from hp_muon_plugin.layout.spec import ParamSpec
 from hp_muon_plugin.megatron.groups import MegatronGroups, megatron_groups
 from hp_muon_plugin.megatron.norms import CountedParam, counts_here
 from hp_muon_plugin.megatron.optimizer import HpMuonMegatronOptimizer, ParamPair
-from hp_muon_plugin.megatron.param_groups import divide_groups, settings_from, upstream_groups
+from hp_muon_plugin.megatron.options import Given, resolve_options
+from hp_muon_plugin.megatron.param_groups import divide_groups, upstream_groups
 from hp_muon_plugin.megatron.specs import chunk_specs
 from hp_muon_plugin.muon.optimizer import HpMuonOptimizer
 from hp_muon_plugin.muon.routing import Algorithm, Route, route_parameters
@@ -24,16 +24,9 @@ logger = logging.getLogger(__name__)
 
 _COPIED_ATTRIBUTES = ("tensor_model_parallel", "partition_dim", "partition_stride", "allreduce", "shared")
 
-_REFUSED_OPTIONS: tuple[tuple[str, str, str], ...] = (
-    ("fp16", "needs dynamic loss scaling, which Muon's momentum does not survive", "train in bf16 or fp32"),
-    (
-        "use_distributed_optimizer",
-        "its flat shards cut matrices, and the distributed strategies for them are not part of this version",
-        "leave --use-distributed-optimizer out",
-    ),
-    ("optimizer_cpu_offload", "Newton-Schulz runs on the device", "leave it out"),
-    ("use_precision_aware_optimizer", "belongs to Transformer Engine's Adam", "use optimizer.momentum_dtype instead"),
-    ("overlap_param_gather_with_optimizer_step", "belongs to the distributed optimizer", "leave it out"),
+_REFUSED_ARGUMENTS: tuple[tuple[str, str, str], ...] = (
+    ("layer_wise_distributed_optimizer", "belongs to Megatron's own Muon", "choose a name without 'dist'"),
+    ("dump_param_to_param_group_map", "is not written", "the routing table is logged by rank 0"),
 )
 
 
@@ -41,7 +34,7 @@ def build_megatron_optimizer(
     config: Any,
     chunks: Sequence[torch.nn.Module],
     *,
-    settings: HpMuon | None = None,
+    settings: Given = None,
     arguments: Mapping[str, Any] | None = None,
 ) -> HpMuonMegatronOptimizer:
     """Build the optimizer that Megatron's factory returns for ``hp_muon``.
@@ -51,7 +44,7 @@ def build_megatron_optimizer(
     Args:
         config: megatron-core's ``OptimizerConfig``.
         chunks: Model chunks inside Megatron's DistributedDataParallel.
-        settings: Options; None takes learning rates and decay from ``config``.
+        settings: Options; what a mapping does not name, and everything with None, comes from ``config``.
         arguments: What else the factory was called with, by name.
 
     Returns:
@@ -62,19 +55,18 @@ def build_megatron_optimizer(
         ConfigErrors: If it asks for several such things.
     """
     arguments = arguments or {}
-    _refuse_options(config)
+    _refuse_arguments(arguments)
     _refuse_wrappers(chunks)
-    settings = settings or settings_from(config)
-    check_optimizer(settings)
+    options = resolve_options(settings, config)
     groups = megatron_groups(arguments.get("pg_collection"))
-    specs = chunk_specs(chunks, settings, groups)
-    routes = _routes(specs, settings)
+    specs = chunk_specs(chunks, options, groups)
+    routes = _routes(specs, options)
     _require_muon(routes)
     upstream = upstream_groups(config, chunks, arguments)
-    divided = divide_groups(upstream, dict(zip(specs, routes, strict=True)), settings, config)
-    optimizer = _assemble(divided, specs, routes, settings, config, groups)
+    divided = divide_groups(upstream, dict(zip(specs, routes, strict=True)), options, config)
+    optimizer = _assemble(divided, specs, routes, options, config, groups)
     if not dist.is_initialized() or dist.get_rank() == 0:
-        logger.info("parameters of rank 0 and who updates them:\n%s", format_table(table_rows(routes, settings)))
+        logger.info("parameters of rank 0 and who updates them:\n%s", format_table(table_rows(routes, options)))
     return optimizer
 
 
@@ -140,9 +132,9 @@ def _require_muon(routes: Sequence[Route]) -> None:
         )
 
 
-def _refuse_options(config: Any) -> None:
+def _refuse_arguments(arguments: Mapping[str, Any]) -> None:
     raise_all(
-        [ConfigError(name, True, why, fix) for name, why, fix in _REFUSED_OPTIONS if getattr(config, name, False)]
+        [ConfigError(name, arguments[name], why, fix) for name, why, fix in _REFUSED_ARGUMENTS if arguments.get(name)]
     )
 
 

@@ -5,15 +5,16 @@ import functools
 import inspect
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from hp_muon_plugin.config.optimizer import HpMuon
-from hp_muon_plugin.config.options import from_options
+from hp_muon_plugin.config.options import from_options, plain
 from hp_muon_plugin.errors import HookError
 from hp_muon_plugin.megatron.hooks import HOOKS, Hook, HookKind, Installed, aliases, put, take_back
+from hp_muon_plugin.megatron.options import Given
 from hp_muon_plugin.megatron.versions import CoreVersion, check_tested, core_version
 
 logger = logging.getLogger(__name__)
@@ -50,14 +51,14 @@ class Report:
     Attributes:
         version: megatron-core.
         select: When the plugin's optimizer is built.
-        settings: Options, or None to take them from Megatron's configuration.
+        given: Options that were given; the rest comes from Megatron's configuration.
         hooks: Hooks in place.
         num_built: Optimizers that the plugin has built.
     """
 
     version: CoreVersion
     select: Select
-    settings: HpMuon | None
+    given: Given
     hooks: list[Installed] = field(default_factory=list)
     num_built: int = 0
 
@@ -96,7 +97,7 @@ _report: Report | None = None
 
 
 def install(
-    settings: HpMuon | Mapping[str, Any] | None = None,
+    settings: Given = None,
     *,
     select: Select | str = Select.by_name,
     hooks: Sequence[str] | None = None,
@@ -109,8 +110,9 @@ def install(
     ``optimizer='hp_muon'`` (or ``select='always'``) Megatron behaves as if it had not been called.
 
     Args:
-        settings: Options of :class:`~hp_muon_plugin.config.optimizer.HpMuon`, or a mapping of them;
-            None takes learning rate, weight decay and betas from Megatron's configuration.
+        settings: A mapping of some options of :class:`~hp_muon_plugin.config.optimizer.HpMuon`: what
+            it does not name comes from Megatron's configuration, as everything does with None. An
+            ``HpMuon`` says everything.
         select: ``by_name`` or ``always``.
         hooks: Names of the hooks to install; None takes ``HP_MUON_HOOKS`` (comma-separated) from
             the environment, or all that this version needs.
@@ -126,27 +128,36 @@ def install(
         ConfigError: If an option is wrong.
     """
     global _report
-    select = Select(select)
-    if settings is not None and not isinstance(settings, HpMuon):
-        settings = from_options(HpMuon, settings, prefix="optimizer")
+    select, given = Select(select), _typed(settings)
     if _report is not None:
-        if (_report.settings, _report.select) == (settings, select):
+        if (_report.given, _report.select) == (given, select):
             return _report
         raise HookError("install() was called before with other arguments\n  fix: call uninstall() first")
     version = core_version()
     check_tested(version, allow_untested=allow_untested)
     _check_contract()
-    report = Report(version, select, settings)
+    _report = _put_all(Report(version, select, given), hooks, strict=strict)
+    if select is Select.always:
+        atexit.register(_warn_unused, _report)
+    logger.info("%s", _report)
+    return _report
+
+
+def _typed(settings: Given) -> Given:
+    """Names and types are checked now; what else must hold depends on Megatron's configuration."""
+    if settings is None or isinstance(settings, HpMuon):
+        return settings
+    from_options(HpMuon, settings, prefix="optimizer")
+    return plain(settings)
+
+
+def _put_all(report: Report, names: Sequence[str] | None, *, strict: bool) -> Report:
     try:
-        for hook in _wanted(version, hooks):
+        for hook in _wanted(report.version, names):
             _put(hook, report, strict)
     except HookError:
         _take_back(report)
         raise
-    _report = report
-    if select is Select.always:
-        atexit.register(_warn_unused, report)
-    logger.info("%s", report)
     return report
 
 
@@ -210,9 +221,7 @@ def _factory(hook: Hook, report: Report, original: Any) -> Any:
         from hp_muon_plugin.megatron.build import build_megatron_optimizer
 
         rest = {name: value for name, value in bound.items() if name not in ("config", "model_chunks")}
-        built = build_megatron_optimizer(
-            bound["config"], bound["model_chunks"], settings=report.settings, arguments=rest
-        )
+        built = build_megatron_optimizer(bound["config"], bound["model_chunks"], settings=report.given, arguments=rest)
         report.num_built += 1
         return built
 

@@ -1,6 +1,7 @@
 """The plugin's optimizer as a MegatronOptimizer: what every Megatron trainer expects of one."""
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from hp_muon_plugin.errors import GradientError
 from hp_muon_plugin.megatron.groups import MegatronGroups
 from hp_muon_plugin.megatron.norms import CountedParam, GradNorms, grad_norms, num_zeros
 from hp_muon_plugin.megatron.optimizer_state import load_main_params, sharded_optimizer_state
+from hp_muon_plugin.muon.gradients import listed
 from hp_muon_plugin.muon.optimizer import HpMuonOptimizer
 from hp_muon_plugin.muon.routing import Algorithm
 
@@ -48,7 +50,8 @@ class HpMuonMegatronOptimizer(MegatronOptimizer):  # type: ignore[misc]  # megat
 
     Args:
         inner: The optimizer over the main parameters.
-        config: megatron-core's ``OptimizerConfig``; ``clip_grad`` and ``log_num_zeros_in_grad`` count.
+        config: megatron-core's ``OptimizerConfig``, for ``log_num_zeros_in_grad`` and
+            ``grad_norm_skip_threshold``; all else is in the inner optimizer's options.
         pairs: Model and main parameters, in the order of the inner optimizer's groups.
         counted: The same parameters as norms count them.
         groups: Megatron's groups.
@@ -74,7 +77,7 @@ class HpMuonMegatronOptimizer(MegatronOptimizer):  # type: ignore[misc]  # megat
 
     @property
     def num_skipped(self) -> int:
-        """Steps that were left out because of a NaN or infinite gradient."""
+        """Steps that were left out, for example because of a NaN or infinite gradient."""
         return int(self.optimizer.skipped_steps)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -158,17 +161,22 @@ class HpMuonMegatronOptimizer(MegatronOptimizer):  # type: ignore[misc]  # megat
 
         Returns:
             ``(True, gradient norm, zeros or None)``, or ``(False, None, None)`` for a step that was
-            left out because a gradient on some rank is NaN or infinite. Every rank returns the same.
+            left out because a gradient on some rank is NaN or infinite; False with norm and zeros for
+            one whose norm is above Megatron's ``grad_norm_skip_threshold``. Every rank returns the same.
 
         Raises:
             GradientError: Instead of leaving the step out, with ``optimizer.non_finite=error``.
         """
         self.prepare_grads()
-        norm = self.clip_grad_norm(self.config.clip_grad)
+        norm = self.clip_grad_norm(self.optimizer.config.clip_grad)
         if self.grad_norms_last is None or not self.grad_norms_last.is_finite:
             self._refuse()
             return False, None, None
         zeros = self.count_zeros() if self.config.log_num_zeros_in_grad else None
+        threshold = getattr(self.config, "grad_norm_skip_threshold", math.inf)  # 0.19 and later
+        if norm > threshold:
+            self.optimizer.note_skipped(f"gradient norm {norm:.4g} is above grad_norm_skip_threshold={threshold:g}")
+            return False, norm, zeros
         return self.step_with_ready_grads(), norm, zeros
 
     @torch.no_grad()
@@ -239,8 +247,8 @@ class HpMuonMegatronOptimizer(MegatronOptimizer):  # type: ignore[misc]  # megat
         ]
         if self.optimizer.config.non_finite is NonFinite.error:
             raise GradientError(
-                f"{', '.join(names[:5]) or 'a parameter of another rank'}: gradient is NaN or infinite "
+                f"{listed(names) or 'a parameter of another rank'}: gradient is NaN or infinite "
                 "(optimizer.non_finite=error); no weight and no state was changed\n"
                 "  fix: lower the learning rate, look at the data of this step, or set optimizer.non_finite=skip"
             )
-        self.optimizer.note_skipped(names)
+        self.optimizer.note_skipped(f"NaN or infinite gradient in {listed(names) or 'a parameter of another rank'}")

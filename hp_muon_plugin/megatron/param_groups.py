@@ -11,28 +11,11 @@ from typing import Any
 import torch
 from megatron.core import optimizer as factory
 
-from hp_muon_plugin.config.optimizer import HpMuon, ScalarAdamW
+from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.errors import ConfigError
 from hp_muon_plugin.megatron.versions import core_version
 from hp_muon_plugin.muon.routing import Algorithm, Route
 from hp_muon_plugin.muon.scalar import adamw_defaults
-
-
-def settings_from(config: Any) -> HpMuon:
-    """Options for a trainer that gave none: everything that Megatron's own configuration says.
-
-    Args:
-        config: megatron-core's ``OptimizerConfig``.
-
-    Returns:
-        Options; Muon and AdamW share the learning rate, which the default scale is made for.
-    """
-    return HpMuon(
-        lr=config.lr,
-        weight_decay=config.weight_decay,
-        clip_grad=config.clip_grad,
-        adamw=ScalarAdamW(betas=[config.adam_beta1, config.adam_beta2], eps=config.adam_eps),
-    )
 
 
 def upstream_groups(
@@ -95,8 +78,8 @@ def divide_groups(
     """Divide every group by algorithm and give each part its own learning rate and decay.
 
     Schedulers write ``lr`` from ``max_lr`` and ``min_lr``, and ``weight_decay`` from their own
-    global value times ``wd_mult``; so the plugin's values go into these three. A ``max_lr`` that an
-    override set is kept.
+    global value times ``wd_mult``; so the plugin's values go into these three. What an override of
+    the trainer's set (``max_lr``, ``min_lr``, ``start_wd``, ``end_wd``) is kept as it stands.
 
     Args:
         upstream: From :func:`upstream_groups`.
@@ -108,24 +91,49 @@ def divide_groups(
         Two groups for each of upstream's, also where one is empty, so that all ranks have the same.
 
     Raises:
-        ConfigError: If Megatron's weight decay is 0 and the plugin's is not.
+        ConfigError: If Megatron's weight decay is 0 and the plugin's is not, or an override chooses an optimizer.
     """
     divided = []
     scalar = adamw_defaults(settings)
     peaks = {Algorithm.muon: settings.lr, Algorithm.adamw: scalar["lr"]}
     decays = {Algorithm.muon: settings.weight_decay, Algorithm.adamw: scalar["weight_decay"]}
     for group in upstream:
+        _refuse_optimizer(group)
         for algorithm in (Algorithm.muon, Algorithm.adamw):
             part = dict(group, algorithm=str(algorithm))
             part["params"] = [p for p in group["params"] if routes[p].algorithm is algorithm]
-            if group.get("max_lr") in (None, config.lr):
-                part["max_lr"] = peaks[algorithm]
-                part["min_lr"] = peaks[algorithm] * ((config.min_lr or 0.0) / config.lr if config.lr else 0.0)
-            part["wd_mult"] = group.get("wd_mult", 1.0) * _decay_ratio(decays[algorithm], config)
-            part["lr"] = part["max_lr"] * (part.get("lr_mult") or 1.0)
-            part["weight_decay"] = config.weight_decay * part["wd_mult"]
+            part |= _rates(group, peaks[algorithm], config)
+            part |= _decay(group, decays[algorithm], config)
             divided.append(part)
     return divided
+
+
+def _rates(group: Mapping[str, Any], peak: float, config: Any) -> dict[str, float]:
+    rates: dict[str, Any] = {"max_lr": group.get("max_lr"), "min_lr": group.get("min_lr")}
+    if rates["max_lr"] in (None, config.lr) and not group.get("is_decoupled_lr"):
+        rates["max_lr"] = peak
+        if rates["min_lr"] in (None, config.min_lr):
+            rates["min_lr"] = peak * ((config.min_lr or 0.0) / config.lr if config.lr else 0.0)
+    return {**rates, "lr": rates["max_lr"] * (group.get("lr_mult") or 1.0)}
+
+
+def _decay(group: Mapping[str, Any], decay: float, config: Any) -> dict[str, float]:
+    factor = group.get("wd_mult", 1.0)
+    if "start_wd" in group or "end_wd" in group:  # absolute: the scheduler takes them instead of its own
+        return {"wd_mult": factor, "weight_decay": factor * group.get("start_wd", group.get("end_wd"))}
+    factor *= _decay_ratio(decay, config)
+    return {"wd_mult": factor, "weight_decay": factor * config.weight_decay}
+
+
+def _refuse_optimizer(group: Mapping[str, Any]) -> None:
+    if group.get("optimizer"):
+        raise ConfigError(
+            "config_overrides.optimizer",
+            group["optimizer"],
+            "hp_muon routes parameters by their role, not by this override",
+            "name them in optimizer.adamw_params or optimizer.muon_params, e.g. "
+            "install({'adamw_params': ['*.linear_proj.weight']})",
+        )
 
 
 def _decay_ratio(decay: float, config: Any) -> float:

@@ -65,7 +65,7 @@ def check_gradients(
     torn = [name for i, name in enumerate(names) if answer[i] and answer[count + i]]
     if torn:
         raise GradientError(
-            f"{_listed(torn)}: gradient on some ranks and none on others\n"
+            f"{listed(torn)}: gradient on some ranks and none on others\n"
             "  fix: let every rank use the parameter, or freeze it (requires_grad=False) on all of them"
         )
     bad_names = _bad_names(names, grads, bad) if answer[-1] else ()
@@ -87,12 +87,12 @@ def refuse(check: GradientCheck, names: Sequence[str], *, missing: MissingGrad, 
     absent = [name for name, is_missing in zip(names, check.missing, strict=True) if is_missing]
     if missing is MissingGrad.error and absent:
         raise GradientError(
-            f"{_listed(absent)}: no gradient (optimizer.missing_grad=error)\n"
+            f"{listed(absent)}: no gradient (optimizer.missing_grad=error)\n"
             "  fix: use the parameter in the loss, freeze it, or set optimizer.missing_grad=leave"
         )
     if non_finite is NonFinite.error and not check.is_finite:
         raise GradientError(
-            f"{_listed(check.non_finite) or 'a parameter of another rank'}: gradient is NaN or infinite "
+            f"{listed(check.non_finite) or 'a parameter of another rank'}: gradient is NaN or infinite "
             "(optimizer.non_finite=error); no weight and no state was changed\n"
             "  fix: lower the learning rate, look at the data of this step, or set optimizer.non_finite=skip"
         )
@@ -103,6 +103,14 @@ def _bad_names(names: Sequence[str], grads: Sequence[torch.Tensor | None], bad: 
     return tuple(name for name, is_bad in zip(present, bad.tolist(), strict=True) if is_bad)
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """The first few names, for messages.
+
+    Args:
+        names: Parameter names.
+
+    Returns:
+        ``a, b and 3 more``; empty for none.
+    """
     shown = ", ".join(names[:_SHOWN])
     return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"

@@ -10,7 +10,7 @@ from hp_muon_plugin.config.checks import check_optimizer
 from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.layout.spec import ParamSpec
 from hp_muon_plugin.muon.executor import Executor, ParamStep
-from hp_muon_plugin.muon.gradients import GradientCheck, check_gradients, refuse
+from hp_muon_plugin.muon.gradients import GradientCheck, check_gradients, listed, refuse
 from hp_muon_plugin.muon.plan import MuonPlan, build_plan
 from hp_muon_plugin.muon.routing import Algorithm
 from hp_muon_plugin.muon.scalar import SharedAdamW, adamw_defaults
@@ -55,7 +55,7 @@ class HpMuonOptimizer(torch.optim.Optimizer):
         self.config = config
         self.specs = dict(specs)
         self.skipped_steps = 0
-        """Steps that were left out because of a NaN or infinite gradient."""
+        """Steps that were left out, for example because of a NaN or infinite gradient."""
         self._agree = tuple(agree)
         self._adamw = SharedAdamW()
         super().__init__([self._complete(dict(group)) for group in groups], defaults={"algorithm": "muon"})
@@ -113,18 +113,18 @@ class HpMuonOptimizer(torch.optim.Optimizer):
         check = check_gradients(names, [p.grad for p in params], agree=self._agree)
         refuse(check, names, missing=self.config.missing_grad, non_finite=self.config.non_finite)
         if not check.is_finite:
-            self.note_skipped(check.non_finite)
+            where = listed(check.non_finite) or "a parameter of another rank"
+            self.note_skipped(f"NaN or infinite gradient in {where}")
         return check
 
-    def note_skipped(self, names: Sequence[str]) -> None:
+    def note_skipped(self, why: str) -> None:
         """Count a skipped step and say why.
 
         Args:
-            names: This rank's parameters with a bad gradient; may be empty.
+            why: The reason, for the log.
         """
         self.skipped_steps += 1
-        where = ", ".join(names[:5]) or "a parameter of another rank"
-        logger.warning("step skipped, nothing changed: NaN or infinite gradient in %s", where)
+        logger.warning("step skipped, nothing changed: %s", why)
 
     @torch.no_grad()
     def update(self) -> None:

@@ -56,8 +56,8 @@ def test_installing_with_other_arguments_is_an_error() -> None:
 
 def test_settings_may_be_a_mapping_and_are_checked() -> None:
     report = install({"lr": 0.5, "scale": "spectral", "adamw": {"lr": 1e-3}})
-    assert report.settings is not None
-    assert report.settings.lr == 0.5
+    assert report.given == {"lr": 0.5, "scale": "spectral", "adamw": {"lr": 1e-3}}
+    assert install({"lr": 0.5, "scale": "spectral", "adamw": {"lr": 1e-3}}) is report
     uninstall()
     with pytest.raises(ConfigError, match="did you mean optimizer.momentum"):
         install({"momentm": 0.5})

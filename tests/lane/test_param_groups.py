@@ -9,8 +9,9 @@ from hp_muon_plugin.config.optimizer import HpMuon, ScalarAdamW
 from hp_muon_plugin.errors import ConfigError
 from hp_muon_plugin.megatron import install, uninstall
 from hp_muon_plugin.megatron.versions import core_version
+from hp_muon_plugin.train import setup
 from hp_muon_plugin.train.setup import Launch
-from lane.harness import VOCAB, dense, start, train_config
+from lane.harness import VOCAB, dense, optimizer_config, start, train_config, wrapped_model
 
 
 def _groups(launch: Launch) -> Any:
@@ -116,3 +117,51 @@ def test_without_settings_everything_comes_from_megatrons_configuration() -> Non
     groups = run_ranks(1, _without_settings)[0]
     assert ("muon", 0.03, 0.07, None, None) in groups
     assert ("adamw", 0.03, 0.07, (0.8, 0.9), 1e-6) in groups
+
+
+def _overrides(launch: Launch) -> Any:
+    """Overrides of one value each, with a learning rate and a decay of the plugin's own."""
+    import megatron.core.optimizer as factory
+    from megatron.core.optimizer import ParamKey
+    from megatron.core.optimizer_param_scheduler import ParamGroupOverride
+
+    model = wrapped_model(launch)
+    install({"lr": 0.02, "weight_decay": 0.2})
+    overrides = {
+        ParamKey(name="*linear_proj*"): ParamGroupOverride(min_lr=0.007),
+        ParamKey(name="*linear_fc2*"): ParamGroupOverride(start_wd=0.03, end_wd=0.03),
+    }
+    optimizer = factory.get_megatron_optimizer(optimizer_config(), [model], config_overrides=overrides)
+    config = train_config(dense(), optimizer=HpMuon(lr=0.01, weight_decay=0.1), steps=10)
+    schedule = setup.build_schedule(config, optimizer)
+    schedule.step(increment=20)  # past the end of the decay
+    specs = {counted.main: counted.spec.name for counted in optimizer._counted}
+    return {specs[p]: (g["lr"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]}
+
+
+@pytest.mark.skipif(core_version().lane < (0, 16), reason="config_overrides came with 0.16")
+def test_an_override_of_one_value_leaves_the_others_to_the_plugin_and_is_not_lost() -> None:
+    """A min_lr of an override was replaced by the plugin's, and an absolute decay scaled."""
+    found = run_ranks(1, _overrides)[0]
+    assert found["decoder.layers.0.self_attention.linear_proj.weight"] == (0.007, pytest.approx(0.2))
+    assert found["decoder.layers.0.mlp.linear_fc2.weight"] == (pytest.approx(0.002), 0.03)
+    assert found["decoder.layers.0.self_attention.linear_qkv.weight"] == (pytest.approx(0.002), pytest.approx(0.2))
+
+
+def _optimizer_override(launch: Launch) -> str:
+    import megatron.core.optimizer as factory
+    from megatron.core.optimizer import ParamKey
+
+    model = wrapped_model(launch)
+    install()
+    try:
+        overrides = {ParamKey(name="*linear_proj*"): {"optimizer": "adam"}}
+        factory.get_megatron_optimizer(optimizer_config(), [model], config_overrides=overrides)
+    except ConfigError as error:
+        return str(error)
+    return "not refused"
+
+
+@pytest.mark.skipif(core_version().lane < (0, 19), reason="overrides of the optimizer came with 0.19")
+def test_an_override_of_the_optimizer_is_refused() -> None:
+    assert run_ranks(1, _optimizer_override)[0].startswith("config_overrides.optimizer=adam: ")
