@@ -72,7 +72,11 @@ class HpMuon:
     adamw_params: list[str] = field(default_factory=list)
     """Shell patterns of parameter names that AdamW takes although their role says Muon."""
     clip_grad: float = 1.0
-    """Largest global gradient norm; 0 turns clipping off. In Megatron its own ``clip_grad`` counts."""
+    """Largest global gradient norm; larger gradients are scaled down in place, as Megatron does. 0 turns it off.
+
+    An application whose trainer clips already at this norm or a smaller one trains as before; one that clips
+    at a larger norm, or not at all, sets 0 here to keep it so.
+    """
     clip_mode: ClipMode = ClipMode.all
     """Which gradients clipping scales."""
     non_finite: NonFinite = NonFinite.skip
@@ -100,4 +104,4 @@ class AdamW:
     weight_decay: float = 0.1
     """Decoupled weight decay; norms and biases: always 0."""
     clip_grad: float = 1.0
-    """Largest global gradient norm; 0 turns clipping off."""
+    """Largest global gradient norm, as for hp_muon; 0 turns clipping off."""

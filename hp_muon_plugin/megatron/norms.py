@@ -1,6 +1,5 @@
 """The global gradient norm and the count of zeros, each gradient counted once over all ranks."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,28 +8,9 @@ from megatron.core.transformer.module import param_is_not_shared
 
 from hp_muon_plugin.layout.spec import ParamSpec
 from hp_muon_plugin.megatron.groups import MegatronGroups
+from hp_muon_plugin.muon.clipping import GradNorms
 from hp_muon_plugin.muon.routing import Algorithm
 from hp_muon_plugin.platform.collectives import all_reduce_sum
-
-
-@dataclass(frozen=True, slots=True)
-class GradNorms:
-    """Euclidean norms of the gradients of the whole model.
-
-    Attributes:
-        total: Over all trainable parameters.
-        muon: Over those that Muon updates.
-        adamw: Over those that AdamW updates.
-    """
-
-    total: float
-    muon: float
-    adamw: float
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether no gradient on any rank is NaN or infinite (or so large that its square is)."""
-        return math.isfinite(self.total)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +70,7 @@ def grad_norms(params: Sequence[CountedParam], groups: MegatronGroups) -> GradNo
         if axis.size > 1:
             all_reduce_sum(both, axis)  # over the ranks that together hold each such weight once
         squares.append(both)
-    muon, adamw = (squares[0] + squares[1]).tolist()
-    return GradNorms(math.sqrt(muon + adamw), math.sqrt(muon), math.sqrt(adamw)) if muon + adamw >= 0 else _nan()
-
-
-def _nan() -> GradNorms:
-    return GradNorms(math.nan, math.nan, math.nan)
+    return GradNorms.from_squares(*(squares[0] + squares[1]).tolist())
 
 
 def _square(

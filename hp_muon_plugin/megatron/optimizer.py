@@ -9,18 +9,15 @@ from typing import Any
 import torch
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-from hp_muon_plugin.config.choices import ClipMode, NonFinite
-from hp_muon_plugin.errors import GradientError
+from hp_muon_plugin.config.choices import NonFinite
 from hp_muon_plugin.megatron.groups import MegatronGroups
-from hp_muon_plugin.megatron.norms import CountedParam, GradNorms, grad_norms, num_zeros
+from hp_muon_plugin.megatron.norms import CountedParam, grad_norms, num_zeros
 from hp_muon_plugin.megatron.optimizer_state import load_main_params, sharded_optimizer_state
-from hp_muon_plugin.muon.gradients import listed
+from hp_muon_plugin.muon.clipping import GradNorms, clip_gradients
+from hp_muon_plugin.muon.gradients import OF_ANOTHER_RANK, listed, non_finite_error
 from hp_muon_plugin.muon.optimizer import HpMuonOptimizer
-from hp_muon_plugin.muon.routing import Algorithm
 
 logger = logging.getLogger(__name__)
-
-_NORM_EPS = 1e-6  # as in megatron-core's clip_grad_by_total_norm_fp32
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,17 +124,9 @@ class HpMuonMegatronOptimizer(MegatronOptimizer):  # type: ignore[misc]  # megat
             The total norm.
         """
         total = self.get_grad_norm()
-        norms, mode = self.grad_norms_last, self.optimizer.config.clip_mode
-        assert norms is not None
-        if clip_grad <= 0 or mode is ClipMode.none:
-            return total
-        counts, norm = None, norms.total
-        if mode is ClipMode.adamw_only:
-            counts, norm = Algorithm.adamw, norms.adamw
-        factor = clip_grad / (norm + _NORM_EPS)
-        if factor < 1.0:
-            chosen = [p.main.grad for p in self._counted if counts in (None, p.algorithm) and p.main.grad is not None]
-            torch._foreach_mul_(chosen, factor)
+        assert self.grad_norms_last is not None
+        grads = [(p.algorithm, p.main.grad) for p in self._counted if p.main.grad is not None]
+        clip_gradients(grads, self.grad_norms_last, clip_grad=clip_grad, mode=self.optimizer.config.clip_mode)
         return total
 
     def count_zeros(self) -> int:
@@ -246,9 +235,5 @@ class HpMuonMegatronOptimizer(MegatronOptimizer):  # type: ignore[misc]  # megat
             if p.main.grad is not None and not bool(torch.isfinite(p.main.grad).all())
         ]
         if self.optimizer.config.non_finite is NonFinite.error:
-            raise GradientError(
-                f"{listed(names) or 'a parameter of another rank'}: gradient is NaN or infinite "
-                "(optimizer.non_finite=error); no weight and no state was changed\n"
-                "  fix: lower the learning rate, look at the data of this step, or set optimizer.non_finite=skip"
-            )
-        self.optimizer.note_skipped(f"NaN or infinite gradient in {listed(names) or 'a parameter of another rank'}")
+            raise non_finite_error(names)
+        self.optimizer.note_skipped(f"NaN or infinite gradient in {listed(names) or OF_ANOTHER_RANK}")

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hp_muon_plugin.config.checks import check_optimizer
 from hp_muon_plugin.config.optimizer import AdamW, HpMuon
 from hp_muon_plugin.config.options import from_options
 from hp_muon_plugin.errors import ConfigError
 from hp_muon_plugin.layout.spec import ParamSpec
+from hp_muon_plugin.muon.baseline import BaselineAdamW
 from hp_muon_plugin.muon.names import module_specs, named_specs
 from hp_muon_plugin.muon.optimizer import HpMuonOptimizer
 from hp_muon_plugin.muon.routing import Algorithm, Route, route_parameters
@@ -59,7 +61,7 @@ def build_optimizer(params: Params, **options: Any) -> HpMuonOptimizer:
     return HpMuonOptimizer(groups, specs, config, agree=agree)
 
 
-def build_adamw(params: Params, **options: Any) -> torch.optim.AdamW:
+def build_adamw(params: Params, **options: Any) -> BaselineAdamW:
     """AdamW with no decay on norms, biases and other vectors: the baseline.
 
     Args:
@@ -67,23 +69,20 @@ def build_adamw(params: Params, **options: Any) -> torch.optim.AdamW:
         **options: Any option of :class:`~hp_muon_plugin.config.optimizer.AdamW`.
 
     Returns:
-        torch's AdamW.
+        torch's AdamW, which clips by ``clip_grad`` first.
 
     Raises:
         ConfigError: If an option is unknown or wrong.
     """
     config = from_options(AdamW, options, prefix="optimizer")
-    specs = {p: spec for p, spec in _specs(params).items() if spec.trainable}
-    decayed = [p for p, spec in specs.items() if len(spec.shape) > 1]
-    plain = [p for p, spec in specs.items() if len(spec.shape) <= 1]
+    check_optimizer(config)
+    specs = _specs(params)
+    trainable = {p: spec for p, spec in specs.items() if spec.trainable}
     groups = [
-        {"params": decayed, "weight_decay": config.weight_decay},
-        {"params": plain, "weight_decay": 0.0},
+        {"params": [p for p, spec in trainable.items() if len(spec.shape) > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p, spec in trainable.items() if len(spec.shape) <= 1], "weight_decay": 0.0},
     ]
-    beta1, beta2 = config.betas
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=config.lr, betas=(beta1, beta2), eps=config.eps
-    )
+    return BaselineAdamW([group for group in groups if group["params"]], specs, config)
 
 
 def muon_groups(params: Sequence[torch.nn.Parameter], routes: Sequence[Route], config: HpMuon) -> list[dict[str, Any]]:

@@ -1,21 +1,41 @@
-"""Are the gradients of this step usable? One answer, the same on every rank.
+"""Are the gradients of this step usable, and how large are they? One answer, the same on every rank.
 
 A gradient that is missing on one rank and present on another would make ranks call different
 collectives and hang, or pair the wrong tensors. A NaN that enters the momentum never leaves it.
-Both are decided here, before any state changes.
+Both are decided here, before any state changes, together with the norms that clipping needs.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from hp_muon_plugin.config.choices import MissingGrad, NonFinite
 from hp_muon_plugin.errors import GradientError
-from hp_muon_plugin.platform.collectives import AxisGroup, all_reduce_max
+from hp_muon_plugin.muon.clipping import GradNorms
+from hp_muon_plugin.muon.routing import Algorithm
+from hp_muon_plugin.platform.collectives import AxisGroup, all_reduce_max, all_reduce_sum, group_device
 
 _SHOWN = 5
+_ALGORITHMS = (Algorithm.muon, Algorithm.adamw)
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """What the check looks at of one parameter.
+
+    Attributes:
+        name: Name of the parameter.
+        value: This rank's (part of the) gradient, or None.
+        algorithm: Who updates the parameter.
+        axis: Axis over which ranks hold parts of it, or None where each holds the whole.
+    """
+
+    name: str
+    value: torch.Tensor | None
+    algorithm: Algorithm
+    axis: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,26 +45,36 @@ class GradientCheck:
     Attributes:
         missing: Whether each parameter has no gradient, in order.
         non_finite: Names of this rank's parameters with a NaN or infinite gradient, if any rank has one.
-        is_finite: Whether every gradient on every agreeing rank is finite.
+        norms: Norms over all ranks; finite if every gradient on every agreeing rank is.
     """
 
     missing: tuple[bool, ...]
     non_finite: tuple[str, ...]
-    is_finite: bool
+    norms: GradNorms
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether every gradient on every agreeing rank is finite."""
+        return self.norms.is_finite
 
 
 def check_gradients(
-    names: Sequence[str], grads: Sequence[torch.Tensor | None], *, agree: Sequence[AxisGroup] = ()
+    gradients: Sequence[Gradient],
+    *,
+    agree: Sequence[AxisGroup] = (),
+    axes: Mapping[str, AxisGroup] | None = None,
 ) -> GradientCheck:
     """Look at the gradients of one step.
 
-    With several ranks this is one small all-reduce per axis in ``agree``, and one read of its
-    result by the host: whether to step at all is a decision of the program, not of a kernel.
+    With several ranks this is one small all-reduce per axis in ``agree`` and one per axis that
+    parameters are split over, and one read of the result by the host: whether to step at all is a
+    decision of the program, not of a kernel. A gradient so large that its square overflows, or a
+    NaN, costs a second round.
 
     Args:
-        names: Parameter names, the same list on every rank of ``agree``.
-        grads: This rank's gradients, or None.
-        agree: Axes over which all ranks must come to the same answer.
+        gradients: The parameters, in the same order on every rank of ``agree``.
+        agree: Axes over which all ranks must come to the same answer. Gradients are equal there.
+        axes: The axes that parameters are split over, by name.
 
     Returns:
         The finding.
@@ -52,24 +82,89 @@ def check_gradients(
     Raises:
         GradientError: On every rank of ``agree``, if a parameter has a gradient on some ranks only.
     """
-    present = [grad for grad in grads if grad is not None]
-    device = present[0].device if present else torch.device("cpu")
-    largest = [x.float() for x in torch._foreach_norm(present, ord=math.inf)] if present else []
-    bad = ~torch.isfinite(torch.stack(largest)) if largest else torch.zeros(0, dtype=torch.bool, device=device)
-    has = torch.tensor([grad is not None for grad in grads], dtype=torch.int32, device=device)
-    votes = torch.cat([has, 1 - has, bad.any().int().reshape(1)])  # (2P + 1,) int32
+    axes = axes or {}
+    present = [gradient for gradient in gradients if gradient.value is not None]
+    device = _device(present, agree)
+    squares, doubt = _squares(present, axes, device)
+    has = torch.tensor([gradient.value is not None for gradient in gradients], dtype=torch.float32, device=device)
+    # over each axis of `agree`: (2P + 3,) float32, who has a gradient, who has none, doubt, sums of squares
+    votes = torch.cat([has, 1 - has, doubt, squares.nan_to_num(0.0, posinf=0.0)])
     for axis in agree:
         all_reduce_max(votes, axis)
     answer = votes.tolist()
-    count = len(names)
-    torn = [name for i, name in enumerate(names) if answer[i] and answer[count + i]]
+    _refuse_torn([gradient.name for gradient in gradients], answer)
+    missing = tuple(gradient.value is None for gradient in gradients)
+    if not answer[-3]:
+        return GradientCheck(missing, (), GradNorms.from_squares(*answer[-2:]))
+    return _look_closer(missing, present, agree, axes, device)
+
+
+def _look_closer(
+    missing: tuple[bool, ...],
+    present: Sequence[Gradient],
+    agree: Sequence[AxisGroup],
+    axes: Mapping[str, AxisGroup],
+    device: torch.device,
+) -> GradientCheck:
+    """A sum of squares is not finite on some rank: is a gradient bad, or merely huge?"""
+    filled = [(g.name, g.value) for g in present if g.value is not None and g.value.numel()]
+    peaks = torch.stack([value.abs().max().float() for _, value in filled]).tolist() if filled else []
+    bad = tuple(name for (name, _), peak in zip(filled, peaks, strict=True) if not math.isfinite(peak))
+    verdict = torch.tensor([float(bool(bad)), max(filter(math.isfinite, peaks), default=0.0)], device=device)
+    for axis in (*axes.values(), *agree):  # (2,) float32
+        all_reduce_max(verdict, axis)
+    any_bad, peak = verdict.tolist()
+    if any_bad:
+        return GradientCheck(missing, bad, GradNorms(math.nan, math.nan, math.nan))
+    squares, _ = _squares(present, axes, device, scale=peak)
+    for axis in agree:
+        all_reduce_max(squares, axis)  # (2,) float32
+    scaled = GradNorms.from_squares(*squares.tolist())
+    return GradientCheck(missing, (), GradNorms(peak * scaled.total, peak * scaled.muon, peak * scaled.adamw))
+
+
+def _squares(
+    present: Sequence[Gradient], axes: Mapping[str, AxisGroup], device: torch.device, *, scale: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums of squares of ``gradient / scale`` for Muon and AdamW, over all parts, and doubt about them.
+
+    Both are float32, ``(2,)`` and ``(1,)``, and the same on all ranks of an axis, also where a NaN is in a
+    gradient that each of them holds whole.
+    """
+    rows = [None, *axes]
+    sums = torch.zeros(len(rows) * len(_ALGORITHMS), device=device)
+    values: Sequence[torch.Tensor] = [g.value for g in present if g.value is not None]
+    if values:
+        values = values if scale == 1.0 else torch._foreach_div(list(values), scale)
+        places = [
+            rows.index(g.axis if g.axis in axes else None) * len(_ALGORITHMS) + _ALGORITHMS.index(g.algorithm)
+            for g in present
+        ]
+        norms = torch.stack(torch._foreach_norm(list(values), 2, torch.float32))
+        sums.index_add_(0, torch.tensor(places, device=device), norms.square())
+    table = sums.view(len(rows), len(_ALGORITHMS))
+    doubt = (~torch.isfinite(sums)).any().float().reshape(1)
+    for row, axis in enumerate(axes.values(), start=1):
+        shared = torch.cat([table[row], doubt])
+        all_reduce_sum(shared, axis)  # (3,) float32 over the ranks that hold the parts
+        table[row], doubt = shared[:2], shared[2:]
+    return table.sum(dim=0), (doubt + (~torch.isfinite(table)).any()).clamp(max=1.0)
+
+
+def _device(present: Sequence[Gradient], agree: Sequence[AxisGroup]) -> torch.device:
+    if present:
+        assert present[0].value is not None
+        return present[0].value.device
+    return group_device(agree[0]) if agree else torch.device("cpu")
+
+
+def _refuse_torn(names: Sequence[str], answer: Sequence[float]) -> None:
+    torn = [name for i, name in enumerate(names) if answer[i] and answer[len(names) + i]]
     if torn:
         raise GradientError(
             f"{listed(torn)}: gradient on some ranks and none on others\n"
             "  fix: let every rank use the parameter, or freeze it (requires_grad=False) on all of them"
         )
-    bad_names = _bad_names(names, grads, bad) if answer[-1] else ()
-    return GradientCheck(tuple(grad is None for grad in grads), bad_names, not answer[-1])
 
 
 def refuse(check: GradientCheck, names: Sequence[str], *, missing: MissingGrad, non_finite: NonFinite) -> None:
@@ -86,21 +181,43 @@ def refuse(check: GradientCheck, names: Sequence[str], *, missing: MissingGrad, 
     """
     absent = [name for name, is_missing in zip(names, check.missing, strict=True) if is_missing]
     if missing is MissingGrad.error and absent:
-        raise GradientError(
-            f"{listed(absent)}: no gradient (optimizer.missing_grad=error)\n"
-            "  fix: use the parameter in the loss, freeze it, or set optimizer.missing_grad=leave"
-        )
+        raise missing_error(absent)
     if non_finite is NonFinite.error and not check.is_finite:
-        raise GradientError(
-            f"{listed(check.non_finite) or 'a parameter of another rank'}: gradient is NaN or infinite "
-            "(optimizer.non_finite=error); no weight and no state was changed\n"
-            "  fix: lower the learning rate, look at the data of this step, or set optimizer.non_finite=skip"
-        )
+        raise non_finite_error(check.non_finite)
 
 
-def _bad_names(names: Sequence[str], grads: Sequence[torch.Tensor | None], bad: torch.Tensor) -> tuple[str, ...]:
-    present = [name for name, grad in zip(names, grads, strict=True) if grad is not None]
-    return tuple(name for name, is_bad in zip(present, bad.tolist(), strict=True) if is_bad)
+def missing_error(names: Sequence[str]) -> GradientError:
+    """The error of ``optimizer.missing_grad=error``.
+
+    Args:
+        names: This rank's parameters without a gradient; empty where only another rank has one.
+
+    Returns:
+        The error.
+    """
+    return GradientError(
+        f"{listed(names) or OF_ANOTHER_RANK}: no gradient (optimizer.missing_grad=error)\n"
+        "  fix: use the parameter in the loss, freeze it, or set optimizer.missing_grad=leave"
+    )
+
+
+def non_finite_error(names: Sequence[str]) -> GradientError:
+    """The error of ``optimizer.non_finite=error``.
+
+    Args:
+        names: This rank's parameters with a bad gradient; empty where only another rank has one.
+
+    Returns:
+        The error.
+    """
+    return GradientError(
+        f"{listed(names) or OF_ANOTHER_RANK}: gradient is NaN or infinite "
+        "(optimizer.non_finite=error); no weight and no state was changed\n"
+        "  fix: lower the learning rate, look at the data of this step, or set optimizer.non_finite=skip"
+    )
+
+
+OF_ANOTHER_RANK = "a parameter of another rank"
 
 
 def listed(names: Sequence[str]) -> str:

@@ -9,8 +9,9 @@ import torch
 from hp_muon_plugin.config.checks import check_optimizer
 from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.layout.spec import ParamSpec
+from hp_muon_plugin.muon.clipping import GradNorms, clip_gradients
 from hp_muon_plugin.muon.executor import Executor, ParamStep
-from hp_muon_plugin.muon.gradients import GradientCheck, check_gradients, listed, refuse
+from hp_muon_plugin.muon.gradients import OF_ANOTHER_RANK, Gradient, GradientCheck, check_gradients, listed, refuse
 from hp_muon_plugin.muon.plan import MuonPlan, build_plan
 from hp_muon_plugin.muon.routing import Algorithm
 from hp_muon_plugin.muon.scalar import SharedAdamW, adamw_defaults
@@ -54,9 +55,12 @@ class HpMuonOptimizer(torch.optim.Optimizer):
         check_optimizer(config)
         self.config = config
         self.specs = dict(specs)
+        self.grad_norms_last: GradNorms | None = None
+        """Norms of the last :meth:`step`, before clipping, for metrics."""
         self.skipped_steps = 0
         """Steps that were left out, for example because of a NaN or infinite gradient."""
         self._agree = tuple(agree)
+        self._axes = {name: axis for name, axis in (axes or {}).items() if axis.size > 1}
         self._adamw = SharedAdamW()
         super().__init__([self._complete(dict(group)) for group in groups], defaults={"algorithm": "muon"})
         device = next((p.device for group in self.param_groups for p in group["params"]), torch.device("cpu"))
@@ -82,6 +86,8 @@ class HpMuonOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters from their ``.grad``, or none of them.
 
+        Gradients are clipped in place first, as ``clip_grad`` and ``clip_mode`` say.
+
         Args:
             closure: Computes the loss again, as torch's optimizers take it.
 
@@ -95,7 +101,9 @@ class HpMuonOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self.check_gradients().is_finite:
+        check = self.check_gradients()
+        if check.is_finite:
+            self._clip(check.norms)
             self.update()
         return loss
 
@@ -108,13 +116,17 @@ class HpMuonOptimizer(torch.optim.Optimizer):
         Raises:
             GradientError: As :meth:`step` does.
         """
-        params = [p for group in self.param_groups for p in group["params"]]
-        names = [self.specs[p].name for p in params]
-        check = check_gradients(names, [p.grad for p in params], agree=self._agree)
+        gradients = [
+            Gradient(spec.name, p.grad, Algorithm(group["algorithm"]), spec.split.axis if spec.split else None)
+            for group in self.param_groups
+            for p, spec in ((p, self.specs[p]) for p in group["params"])
+        ]
+        check = check_gradients(gradients, agree=self._agree, axes=self._axes)
+        names = [gradient.name for gradient in gradients]
         refuse(check, names, missing=self.config.missing_grad, non_finite=self.config.non_finite)
+        self.grad_norms_last = check.norms
         if not check.is_finite:
-            where = listed(check.non_finite) or "a parameter of another rank"
-            self.note_skipped(f"NaN or infinite gradient in {where}")
+            self.note_skipped(f"NaN or infinite gradient in {listed(check.non_finite) or OF_ANOTHER_RANK}")
         return check
 
     def note_skipped(self, why: str) -> None:
@@ -128,7 +140,7 @@ class HpMuonOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def update(self) -> None:
-        """Update from ``.grad`` without looking whether the gradients are finite."""
+        """Update from ``.grad`` as it stands, without looking at it or clipping it."""
         steps: list[ParamStep | None] = []
         for group in self.param_groups:
             if group["algorithm"] == Algorithm.muon:
@@ -137,6 +149,15 @@ class HpMuonOptimizer(torch.optim.Optimizer):
         self._executor.run(steps)
         scalar = [group for group in self.param_groups if group["algorithm"] == Algorithm.adamw]
         self._adamw.step(scalar, self.state)
+
+    def _clip(self, norms: GradNorms) -> None:
+        grads = [
+            (Algorithm(group["algorithm"]), p.grad)
+            for group in self.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        ]
+        clip_gradients(grads, norms, clip_grad=self.config.clip_grad, mode=self.config.clip_mode)
 
     def init_state(self) -> None:
         """Create all optimizer state now, zeros, as loading a distributed checkpoint needs it."""

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+_DEVICE_OF_BACKEND = {"nccl": "cuda", "hccl": "npu"}
+
 
 @dataclass(frozen=True, slots=True)
 class AxisGroup:
@@ -69,6 +71,22 @@ def reduce_scatter_function() -> Callable[..., dist.Work | None]:
         ``reduce_scatter_single`` where torch has it, ``reduce_scatter_tensor`` otherwise.
     """
     return getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def group_device(axis: AxisGroup) -> torch.device:
+    """Where a tensor must be that the ranks of an axis reduce.
+
+    For ranks that hold no parameter or gradient, and so have no tensor to take a device from: NCCL
+    and HCCL refuse a CPU tensor, and the other ranks would wait.
+
+    Args:
+        axis: The axis.
+
+    Returns:
+        The current device of the backend's kind; the CPU for gloo, and without a group.
+    """
+    kind = _DEVICE_OF_BACKEND.get(str(dist.get_backend(axis.group))) if axis.group is not None else None
+    return torch.device("cpu") if kind is None else torch.device(kind, getattr(torch, kind).current_device())
 
 
 def all_gather(output: torch.Tensor, source: torch.Tensor, axis: AxisGroup) -> None:

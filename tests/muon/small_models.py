@@ -26,9 +26,9 @@ def set_grads(model: torch.nn.Module, seed: int) -> None:
 def single(
     shape: tuple[int, ...], *, view: Any = None, dtype: torch.dtype = torch.float32, **options: Any
 ) -> tuple[torch.nn.Parameter, HpMuonOptimizer]:
-    """One Muon parameter and its optimizer."""
+    """One Muon parameter and its optimizer, which does not clip."""
     torch.manual_seed(1)
     param = torch.nn.Parameter(torch.randn(shape).to(dtype))
     spec = ParamSpec("w", Role.matrix, shape, view=view or plain_matrix(*shape))
-    config = HpMuon(**({"adamw": ScalarAdamW(lr=1e-3)} | options))
+    config = HpMuon(**({"adamw": ScalarAdamW(lr=1e-3), "clip_grad": 0.0} | options))
     return param, HpMuonOptimizer([{"params": [param], "algorithm": "muon"}], {param: spec}, config)

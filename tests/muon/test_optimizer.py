@@ -17,7 +17,8 @@ from muon.small_models import model_of, set_grads, single
 
 def test_twenty_steps_equal_the_float64_reference() -> None:
     model = model_of(torch.nn.Embedding(20, 12), torch.nn.Linear(12, 30), torch.nn.Linear(30, 8))
-    optimizer = build_optimizer(model, lr=0.02, weight_decay=0.1, adamw={"lr": 0.01, "betas": [0.8, 0.9]})
+    options = {"lr": 0.02, "weight_decay": 0.1, "adamw": {"lr": 0.01, "betas": [0.8, 0.9]}}
+    optimizer = build_optimizer(model, clip_grad=0.0, **options)
     rules: dict[torch.nn.Parameter, Any] = {}
     for group in optimizer.param_groups:
         for param in group["params"]:

@@ -47,7 +47,8 @@ def _steps(launch: Launch) -> Any:
         param = torch.nn.Parameter(_own(values(name, 0), spec, axis))
         params.append(param)
         specs[param] = spec
-    optimizer = HpMuonOptimizer([{"params": params, "algorithm": "muon"}], specs, HpMuon(lr=0.1), axes={"tp": axis})
+    config = HpMuon(lr=0.1, clip_grad=0.0)
+    optimizer = HpMuonOptimizer([{"params": params, "algorithm": "muon"}], specs, config, axes={"tp": axis})
     for step in range(STEPS):
         for param in params:
             param.grad = _own(values(specs[param].name, step + 1), specs[param], axis)

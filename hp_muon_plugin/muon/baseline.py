@@ -1,0 +1,54 @@
+"""torch's AdamW as the baseline in plain PyTorch: no decay on vectors, and clipping by the global norm."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hp_muon_plugin.config.optimizer import AdamW
+from hp_muon_plugin.layout.spec import ParamSpec
+
+
+class BaselineAdamW(torch.optim.AdamW):
+    """torch's AdamW, whose gradients are clipped in place before each step, without a word to the host.
+
+    Args:
+        groups: Groups as torch takes them.
+        specs: Spec of every parameter of the model, for the routing table.
+        config: Options.
+    """
+
+    def __init__(
+        self, groups: Sequence[dict[str, Any]], specs: Mapping[torch.nn.Parameter, ParamSpec], config: AdamW
+    ) -> None:
+        beta1, beta2 = config.betas
+        super().__init__(list(groups), lr=config.lr, betas=(beta1, beta2), eps=config.eps)
+        self.config = config
+        self.specs = dict(specs)
+        self.grad_norm_last: torch.Tensor | None = None
+        """Norm of the last step's gradients before clipping, a scalar on the device."""
+        self.register_step_pre_hook(_clip_first)
+
+    def clip(self) -> None:
+        """Scale gradients so that their global norm is at most ``clip_grad``; 0 leaves them as they are."""
+        if self.config.clip_grad > 0:
+            params = [p for group in self.param_groups for p in group["params"]]
+            self.grad_norm_last = torch.nn.utils.clip_grad_norm_(params, self.config.clip_grad)
+
+
+def _clip_first(optimizer: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """A closure makes the gradients, so where there is one, clipping goes behind it."""
+    names = ("self", "closure")
+    given = dict(zip(names, arguments, strict=False)) | keywords
+    closure: Callable[[], Any] | None = given.get("closure")
+    if closure is None:
+        optimizer.clip()
+        return None
+
+    def then_clip() -> Any:
+        loss = closure()
+        with torch.no_grad():
+            optimizer.clip()
+        return loss
+
+    return (optimizer,), {"closure": then_clip}
