@@ -16,6 +16,7 @@ from hp_muon_plugin.megatron.optimizer import HpMuonMegatronOptimizer, ParamPair
 from hp_muon_plugin.megatron.options import Given, resolve_options
 from hp_muon_plugin.megatron.param_groups import divide_groups, upstream_groups
 from hp_muon_plugin.megatron.specs import chunk_specs
+from hp_muon_plugin.muon.gradients import listed
 from hp_muon_plugin.muon.optimizer import HpMuonOptimizer
 from hp_muon_plugin.muon.routing import Algorithm, Route, route_parameters
 from hp_muon_plugin.muon.table import format_table, table_rows
@@ -60,6 +61,7 @@ def build_megatron_optimizer(
     options = resolve_options(settings, config)
     groups = megatron_groups(arguments.get("pg_collection"))
     specs = chunk_specs(chunks, options, groups)
+    _refuse_unreduced(specs)
     routes = _routes(specs, options)
     _require_muon(routes)
     upstream = upstream_groups(config, chunks, arguments)
@@ -90,6 +92,7 @@ def _assemble(
             counted.append(CountedParam(specs[model], main, algorithms[model], counts))
         group["params"] = mains
     main_specs = {param.main: param.spec for param in counted}
+    main_specs |= {param: spec for param, spec in specs.items() if not spec.trainable}
     inner = HpMuonOptimizer(divided, main_specs, settings, axes=groups.axes)
     return HpMuonMegatronOptimizer(inner, config, pairs, counted, groups)
 
@@ -129,6 +132,17 @@ def _require_muon(routes: Sequence[Route]) -> None:
     if count == 0:
         raise ConfigError(
             "optimizer", "hp_muon", "no parameter of the model is a matrix that Muon takes", "take optimizer=adamw"
+        )
+
+
+def _refuse_unreduced(specs: Mapping[torch.nn.Parameter, ParamSpec]) -> None:
+    names = [spec.name for param, spec in specs.items() if spec.trainable and not hasattr(param, "main_grad")]
+    if names:
+        raise ConfigError(
+            "model_chunks",
+            listed(names),
+            "was frozen when the model was wrapped, so its gradient is in no buffer and is not reduced over ranks",
+            "wrap the model after unfreezing",
         )
 
 

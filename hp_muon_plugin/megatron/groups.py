@@ -17,6 +17,8 @@ class MegatronGroups:
         tp: Tensor-parallel ranks of dense weights.
         etp: Tensor-parallel ranks of expert weights.
         ep: Expert-parallel ranks.
+        dp: Ranks that hold the same dense weights and see different data (data x context parallel).
+        expert_dp: The same for expert weights.
         dense_stats: Ranks that together hold every dense weight once (tensor x pipeline parallel).
         expert_stats: Ranks that together hold every expert weight once
             (expert-tensor x expert x pipeline parallel).
@@ -25,6 +27,8 @@ class MegatronGroups:
     tp: AxisGroup
     etp: AxisGroup
     ep: AxisGroup
+    dp: AxisGroup
+    expert_dp: AxisGroup
     dense_stats: AxisGroup
     expert_stats: AxisGroup
 
@@ -55,8 +59,15 @@ def megatron_groups(pg_collection: Any = None) -> MegatronGroups:
         tp=AxisGroup.from_group("tp", pick("tp", state.get_tensor_model_parallel_group)),
         etp=AxisGroup.from_group("etp", pick("expt_tp", state.get_expert_tensor_parallel_group)),
         ep=AxisGroup.from_group("ep", pick("ep", state.get_expert_model_parallel_group)),
+        dp=AxisGroup.from_group("dp", pick("dp_cp", _data_parallel_group)),
+        expert_dp=AxisGroup.from_group("expert_dp", pick("expt_dp", state.get_expert_data_parallel_group)),
         dense_stats=AxisGroup.from_group("mp", pick("mp", state.get_model_parallel_group)),
         expert_stats=AxisGroup.from_group(
             "tp_ep_pp", pick("tp_ep_pp", state.get_expert_tensor_model_pipeline_parallel_group)
         ),
     )
+
+
+def _data_parallel_group() -> dist.ProcessGroup:
+    group: dist.ProcessGroup = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return group

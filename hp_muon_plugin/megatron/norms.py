@@ -10,7 +10,7 @@ from hp_muon_plugin.layout.spec import ParamSpec
 from hp_muon_plugin.megatron.groups import MegatronGroups
 from hp_muon_plugin.muon.clipping import GradNorms
 from hp_muon_plugin.muon.routing import Algorithm
-from hp_muon_plugin.platform.collectives import all_reduce_sum
+from hp_muon_plugin.platform.collectives import all_reduce_sum, group_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,27 +50,38 @@ def counts_here(param: torch.nn.Parameter, spec: ParamSpec, groups: MegatronGrou
     return spec.split is not None or axis.index == 0
 
 
-def grad_norms(params: Sequence[CountedParam], groups: MegatronGroups) -> GradNorms:
-    """Norms over the whole model; the same on every rank.
+def grad_norms(
+    params: Sequence[CountedParam], groups: MegatronGroups, complaints: torch.Tensor | None = None
+) -> tuple[GradNorms, tuple[int, ...]]:
+    """Norms over the whole model, and complaints of all ranks; the same on every rank.
 
-    Two all-reduces of two numbers each, and one read by the host, because Megatron's contract
+    Two all-reduces of a few numbers each, and one read by the host, because Megatron's contract
     returns the norm as a number and a step with a bad gradient is not taken.
 
     Args:
         params: This rank's parameters.
         groups: Megatron's groups.
+        complaints: ``(C,)`` float32, reasons of this rank against the step, equal on data-parallel ranks.
 
     Returns:
-        The norms.
+        The norms, and for each reason whether a rank has it (a number above 0).
     """
-    device = next((param.main.device for param in params), torch.device("cpu"))
-    squares = []
+    device = _device(params, groups)
+    own = torch.zeros(0, device=device) if complaints is None else complaints.to(device)
+    sums = torch.zeros(2 + own.numel(), device=device)
     for is_expert, axis in ((False, groups.dense_stats), (True, groups.expert_stats)):
-        both = torch.stack([_square(params, name, is_expert, device) for name in (Algorithm.muon, Algorithm.adamw)])
+        both = [_square(params, name, is_expert, device) for name in (Algorithm.muon, Algorithm.adamw)]
+        stats = torch.cat([torch.stack(both), own])
         if axis.size > 1:
-            all_reduce_sum(both, axis)  # over the ranks that together hold each such weight once
-        squares.append(both)
-    return GradNorms.from_squares(*(squares[0] + squares[1]).tolist())
+            all_reduce_sum(stats, axis)  # (2 + C,) float32 over the ranks that together hold each such weight once
+        sums += stats
+    muon, adamw, *counts = sums.tolist()
+    return GradNorms.from_squares(muon, adamw), tuple(int(count) for count in counts)
+
+
+def _device(params: Sequence[CountedParam], groups: MegatronGroups) -> torch.device:
+    """Of the parameters; a pipeline stage that holds none asks its group's backend."""
+    return params[0].main.device if params else group_device(groups.dense_stats)
 
 
 def _square(
@@ -97,7 +108,7 @@ def num_zeros(params: Sequence[CountedParam], groups: MegatronGroups) -> int:
     Returns:
         The count.
     """
-    device = next((param.main.device for param in params), torch.device("cpu"))
+    device = _device(params, groups)
     total = 0
     for is_expert, axis in ((False, groups.dense_stats), (True, groups.expert_stats)):
         zeros = torch.zeros((), dtype=torch.int64, device=device)

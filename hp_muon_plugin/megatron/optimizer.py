@@ -9,13 +9,21 @@ from typing import Any
 import torch
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-from hp_muon_plugin.config.choices import NonFinite
+from hp_muon_plugin.config.choices import MissingGrad, NonFinite
 from hp_muon_plugin.megatron.groups import MegatronGroups
+from hp_muon_plugin.megatron.missing import MissingGradients
 from hp_muon_plugin.megatron.norms import CountedParam, grad_norms, num_zeros
 from hp_muon_plugin.megatron.optimizer_state import load_main_params, sharded_optimizer_state
 from hp_muon_plugin.muon.clipping import GradNorms, clip_gradients
-from hp_muon_plugin.muon.gradients import OF_ANOTHER_RANK, listed, non_finite_error
+from hp_muon_plugin.muon.gradients import (
+    OF_ANOTHER_RANK,
+    listed,
+    missing_error,
+    non_finite_error,
+    unfrozen_error,
+)
 from hp_muon_plugin.muon.optimizer import HpMuonOptimizer
+from hp_muon_plugin.platform.collectives import group_device
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +78,11 @@ class HpMuonMegatronOptimizer(MegatronOptimizer):  # type: ignore[misc]  # megat
         self._pairs = tuple(pairs)
         self._counted = tuple(counted)
         self._groups = groups
-        self._one = torch.ones(1, device=pairs[0].main.device if pairs else "cpu")
+        self._missing: MissingGradients | None = None
+        if inner.config.missing_grad == MissingGrad.error:
+            specs = [(pair.model, param.spec) for pair, param in zip(pairs, counted, strict=True)]
+            self._missing = MissingGradients(specs, groups)
+        self._one = torch.ones(1, device=pairs[0].main.device if pairs else group_device(groups.dense_stats))
 
     @property
     def num_skipped(self) -> int:
@@ -83,6 +95,8 @@ class HpMuonMegatronOptimizer(MegatronOptimizer):  # type: ignore[misc]  # megat
         Args:
             set_to_none: As in torch; False fills with zeros instead.
         """
+        if self._missing is not None:
+            self._missing.forget()
         for pair in self._pairs:
             for param in {pair.model, pair.main}:
                 if set_to_none or param.grad is None:
@@ -96,22 +110,39 @@ class HpMuonMegatronOptimizer(MegatronOptimizer):  # type: ignore[misc]  # megat
 
     @torch.no_grad()
     def prepare_grads(self) -> bool:
-        """Point every main parameter's ``.grad`` at the reduced gradient.
+        """Point every main parameter's ``.grad`` at the reduced gradient, and decide whether to step.
 
         Returns:
-            Whether a gradient of this rank is NaN or infinite. Ranks agree in :meth:`step` only.
+            True if a gradient on some rank is NaN or infinite: then the step must be left out, and is
+            counted. The same on every rank, as Megatron's contract needs it before
+            :meth:`step_with_ready_grads`.
+
+        Raises:
+            GradientError: On every rank, as ``optimizer.non_finite`` and ``missing_grad`` say, or if a
+                parameter was unfrozen after the optimizer was built.
         """
         for pair in self._pairs:
-            grad = getattr(pair.model, "main_grad", None)
-            if grad is None:
-                grad = pair.model.grad
+            grad = getattr(pair.model, "main_grad", None) if pair.model.requires_grad else None
             pair.main.grad = None if grad is None else grad.to(pair.main.dtype)
-        return False
+        unfrozen = self.optimizer.unfrozen()
+        missing = None if self._missing is None else self._missing.find()
+        complaints = torch.tensor([float(len(unfrozen)), 0.0], device=self._one.device)
+        if missing is not None:
+            complaints[1] = missing.sum()
+        self.grad_norms_last, (num_unfrozen, num_missing) = grad_norms(self._counted, self._groups, complaints)
+        if num_unfrozen:
+            raise unfrozen_error(unfrozen)
+        if num_missing and self._missing is not None and missing is not None:
+            raise missing_error(self._missing.names(missing))
+        if self.grad_norms_last.is_finite:
+            return False
+        self._refuse()
+        return True
 
     @torch.no_grad()
     def get_grad_norm(self) -> float:
         """Norm over the whole model, the same on every rank."""
-        self.grad_norms_last = grad_norms(self._counted, self._groups)
+        self.grad_norms_last, _ = grad_norms(self._counted, self._groups)
         return self.grad_norms_last.total
 
     def clip_grad_norm(self, clip_grad: float) -> float:
@@ -123,11 +154,15 @@ class HpMuonMegatronOptimizer(MegatronOptimizer):  # type: ignore[misc]  # megat
         Returns:
             The total norm.
         """
-        total = self.get_grad_norm()
+        self.get_grad_norm()
+        return self._clip(clip_grad)
+
+    def _clip(self, clip_grad: float) -> float:
+        """Clip by the norms that are known already."""
         assert self.grad_norms_last is not None
         grads = [(p.algorithm, p.main.grad) for p in self._counted if p.main.grad is not None]
         clip_gradients(grads, self.grad_norms_last, clip_grad=clip_grad, mode=self.optimizer.config.clip_mode)
-        return total
+        return self.grad_norms_last.total
 
     def count_zeros(self) -> int:
         """Zeros in the gradients of the whole model, the same on every rank."""
@@ -154,13 +189,11 @@ class HpMuonMegatronOptimizer(MegatronOptimizer):  # type: ignore[misc]  # megat
             one whose norm is above Megatron's ``grad_norm_skip_threshold``. Every rank returns the same.
 
         Raises:
-            GradientError: Instead of leaving the step out, with ``optimizer.non_finite=error``.
+            GradientError: As :meth:`prepare_grads` does.
         """
-        self.prepare_grads()
-        norm = self.clip_grad_norm(self.optimizer.config.clip_grad)
-        if self.grad_norms_last is None or not self.grad_norms_last.is_finite:
-            self._refuse()
+        if self.prepare_grads():
             return False, None, None
+        norm = self._clip(self.optimizer.config.clip_grad)
         zeros = self.count_zeros() if self.config.log_num_zeros_in_grad else None
         threshold = getattr(self.config, "grad_norm_skip_threshold", math.inf)  # 0.19 and later
         if norm > threshold:
@@ -234,6 +267,6 @@ class HpMuonMegatronOptimizer(MegatronOptimizer):  # type: ignore[misc]  # megat
             for p in self._counted
             if p.main.grad is not None and not bool(torch.isfinite(p.main.grad).all())
         ]
-        if self.optimizer.config.non_finite is NonFinite.error:
+        if self.optimizer.config.non_finite == NonFinite.error:
             raise non_finite_error(names)
         self.optimizer.note_skipped(f"NaN or infinite gradient in {listed(names) or OF_ANOTHER_RANK}")

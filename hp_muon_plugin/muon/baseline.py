@@ -7,6 +7,7 @@ import torch
 
 from hp_muon_plugin.config.optimizer import AdamW
 from hp_muon_plugin.layout.spec import ParamSpec
+from hp_muon_plugin.muon.gradients import unfrozen_error, unfrozen_names
 
 
 class BaselineAdamW(torch.optim.AdamW):
@@ -38,6 +39,9 @@ class BaselineAdamW(torch.optim.AdamW):
 
 def _clip_first(optimizer: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
     """A closure makes the gradients, so where there is one, clipping goes behind it."""
+    unfrozen = unfrozen_names(optimizer.specs)
+    if unfrozen:
+        raise unfrozen_error(unfrozen)
     names = ("self", "closure")
     given = dict(zip(names, arguments, strict=False)) | keywords
     closure: Callable[[], Any] | None = given.get("closure")

@@ -62,9 +62,9 @@ def clip_gradients(
         clip_grad: Largest norm; 0 leaves everything as it is.
         mode: Which gradients are scaled, and whose norm counts.
     """
-    if clip_grad <= 0 or mode is ClipMode.none:
+    if clip_grad <= 0 or mode == ClipMode.none:
         return
-    is_adamw_only = mode is ClipMode.adamw_only
+    is_adamw_only = mode == ClipMode.adamw_only
     norm = norms.adamw if is_adamw_only else norms.total
     chosen = [grad for algorithm, grad in grads if not is_adamw_only or algorithm is Algorithm.adamw]
     if chosen and norm > clip_grad * (1 + _ROUNDING):

@@ -13,6 +13,7 @@ import torch
 
 from hp_muon_plugin.config.choices import MissingGrad, NonFinite
 from hp_muon_plugin.errors import GradientError
+from hp_muon_plugin.layout.spec import ParamSpec
 from hp_muon_plugin.muon.clipping import GradNorms
 from hp_muon_plugin.muon.routing import Algorithm
 from hp_muon_plugin.platform.collectives import AxisGroup, all_reduce_max, all_reduce_sum, group_device
@@ -63,6 +64,7 @@ def check_gradients(
     *,
     agree: Sequence[AxisGroup] = (),
     axes: Mapping[str, AxisGroup] | None = None,
+    unfrozen: Sequence[str] = (),
 ) -> GradientCheck:
     """Look at the gradients of one step.
 
@@ -75,23 +77,27 @@ def check_gradients(
         gradients: The parameters, in the same order on every rank of ``agree``.
         agree: Axes over which all ranks must come to the same answer. Gradients are equal there.
         axes: The axes that parameters are split over, by name.
+        unfrozen: Parameters that require a gradient now, and did not when the optimizer was built.
 
     Returns:
         The finding.
 
     Raises:
-        GradientError: On every rank of ``agree``, if a parameter has a gradient on some ranks only.
+        GradientError: On every rank of ``agree``, if a parameter has a gradient on some ranks only, or was unfrozen.
     """
     axes = axes or {}
     present = [gradient for gradient in gradients if gradient.value is not None]
     device = _device(present, agree)
     squares, doubt = _squares(present, axes, device)
     has = torch.tensor([gradient.value is not None for gradient in gradients], dtype=torch.float32, device=device)
-    # over each axis of `agree`: (2P + 3,) float32, who has a gradient, who has none, doubt, sums of squares
-    votes = torch.cat([has, 1 - has, doubt, squares.nan_to_num(0.0, posinf=0.0)])
+    grown = torch.tensor([float(bool(unfrozen))], device=device)
+    # over each axis of `agree`: (2P + 4,) float32, who has a gradient, who has none, unfrozen, doubt, squares
+    votes = torch.cat([has, 1 - has, grown, doubt, squares.nan_to_num(0.0, posinf=0.0)])
     for axis in agree:
         all_reduce_max(votes, axis)
     answer = votes.tolist()
+    if answer[-4]:
+        raise unfrozen_error(unfrozen)
     _refuse_torn([gradient.name for gradient in gradients], answer)
     missing = tuple(gradient.value is None for gradient in gradients)
     if not answer[-3]:
@@ -180,9 +186,9 @@ def refuse(check: GradientCheck, names: Sequence[str], *, missing: MissingGrad, 
         GradientError: Naming the parameters.
     """
     absent = [name for name, is_missing in zip(names, check.missing, strict=True) if is_missing]
-    if missing is MissingGrad.error and absent:
+    if missing == MissingGrad.error and absent:
         raise missing_error(absent)
-    if non_finite is NonFinite.error and not check.is_finite:
+    if non_finite == NonFinite.error and not check.is_finite:
         raise non_finite_error(check.non_finite)
 
 
@@ -214,6 +220,34 @@ def non_finite_error(names: Sequence[str]) -> GradientError:
         f"{listed(names) or OF_ANOTHER_RANK}: gradient is NaN or infinite "
         "(optimizer.non_finite=error); no weight and no state was changed\n"
         "  fix: lower the learning rate, look at the data of this step, or set optimizer.non_finite=skip"
+    )
+
+
+def unfrozen_names(specs: Mapping[torch.nn.Parameter, ParamSpec]) -> list[str]:
+    """Parameters that require a gradient now, and did not when the optimizer was built.
+
+    Args:
+        specs: Specs from then, of all parameters of the model.
+
+    Returns:
+        Names.
+    """
+    return [spec.name for param, spec in specs.items() if param.requires_grad and not spec.trainable]
+
+
+def unfrozen_error(names: Sequence[str]) -> GradientError:
+    """The error of a parameter that would never be updated, without a word.
+
+    Args:
+        names: This rank's parameters that were unfrozen; empty where only another rank has one.
+
+    Returns:
+        The error.
+    """
+    return GradientError(
+        f"{listed(names) or OF_ANOTHER_RANK}: requires a gradient now, but was frozen when the optimizer was built, "
+        "so it has no route, no place in the plan and no state\n"
+        "  fix: build the optimizer after unfreezing, or freeze the parameter again (requires_grad=False)"
     )
 
 

@@ -11,7 +11,15 @@ from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.layout.spec import ParamSpec
 from hp_muon_plugin.muon.clipping import GradNorms, clip_gradients
 from hp_muon_plugin.muon.executor import Executor, ParamStep
-from hp_muon_plugin.muon.gradients import OF_ANOTHER_RANK, Gradient, GradientCheck, check_gradients, listed, refuse
+from hp_muon_plugin.muon.gradients import (
+    OF_ANOTHER_RANK,
+    Gradient,
+    GradientCheck,
+    check_gradients,
+    listed,
+    refuse,
+    unfrozen_names,
+)
 from hp_muon_plugin.muon.plan import MuonPlan, build_plan
 from hp_muon_plugin.muon.routing import Algorithm
 from hp_muon_plugin.muon.scalar import SharedAdamW, adamw_defaults
@@ -121,13 +129,17 @@ class HpMuonOptimizer(torch.optim.Optimizer):
             for group in self.param_groups
             for p, spec in ((p, self.specs[p]) for p in group["params"])
         ]
-        check = check_gradients(gradients, agree=self._agree, axes=self._axes)
+        check = check_gradients(gradients, agree=self._agree, axes=self._axes, unfrozen=self.unfrozen())
         names = [gradient.name for gradient in gradients]
         refuse(check, names, missing=self.config.missing_grad, non_finite=self.config.non_finite)
         self.grad_norms_last = check.norms
         if not check.is_finite:
             self.note_skipped(f"NaN or infinite gradient in {listed(check.non_finite) or OF_ANOTHER_RANK}")
         return check
+
+    def unfrozen(self) -> list[str]:
+        """Names of parameters that require a gradient now, and did not when the optimizer was built."""
+        return unfrozen_names(self.specs)
 
     def note_skipped(self, why: str) -> None:
         """Count a skipped step and say why.

@@ -1,6 +1,7 @@
 """Zero, missing, bad and huge gradients: each has a defined result."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from hp_muon_plugin.config.choices import MissingGrad, NonFinite
 from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.errors import GradientError
-from hp_muon_plugin.muon import build_optimizer
+from hp_muon_plugin.muon import build_adamw, build_optimizer
 from muon.small_models import model_of, set_grads, single
 
 
@@ -110,3 +111,21 @@ def test_neither_momentum_nor_gradient_is_normalised_in_place(nesterov: bool, dt
 
 def test_non_finite_choice_is_typed() -> None:
     assert HpMuon().non_finite is NonFinite.skip
+
+
+@pytest.mark.parametrize("build", [build_optimizer, build_adamw])
+def test_an_unfrozen_parameter_is_an_error_and_no_silence(build: Callable[..., Any]) -> None:
+    """It was in no group, so it kept its first value however long it was trained."""
+    model = model_of(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    model[1].weight.requires_grad_(False)
+    optimizer = build(model)
+    set_grads(model, 0)
+    optimizer.step()
+    before = [p.detach().clone() for p in model.parameters()]
+    model[1].weight.requires_grad_(True)
+    with pytest.raises(GradientError, match=r"^1\.weight: requires a gradient now, but was frozen"):
+        optimizer.step()
+    assert all(torch.equal(a, p) for a, p in zip(before, model.parameters(), strict=True))
+    model[1].weight.requires_grad_(False)
+    optimizer.step()
+    assert not torch.equal(before[0], model[0].weight)
