@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import os
 import resource
 from typing import Any, Protocol
 
@@ -67,6 +68,7 @@ class CudaPlatform:
 
     def prepare(self, local_rank: int) -> None:
         """Choose the GPU."""
+        _refuse_crowd(self.name, torch.cuda.device_count(), local_rank)
         torch.cuda.set_device(local_rank)
 
     def device(self) -> torch.device:
@@ -80,6 +82,16 @@ class CudaPlatform:
     def memory_bytes(self) -> int:
         """Peak of torch's allocator."""
         return torch.cuda.max_memory_allocated()
+
+
+def _refuse_crowd(name: PlatformName, num_devices: int, local_rank: int) -> None:
+    """Every rank of the machine says so, and not only those that come too late for a device."""
+    num_ranks = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), local_rank + 1)
+    if num_ranks > num_devices:
+        raise PlatformError(
+            f"platform={name}: {num_ranks} ranks on this machine and {num_devices} devices; each rank needs its own\n"
+            f"  fix: start {num_devices} ranks here (topology.ranks={num_devices}), or take platform=cpu"
+        )
 
 
 def _npu() -> Any:
@@ -105,6 +117,7 @@ class NpuPlatform:
             if importlib.util.find_spec(module.split(".")[0]) is not None:
                 importlib.import_module(module)
                 break
+        _refuse_crowd(self.name, _npu().device_count(), local_rank)
         _npu().set_device(local_rank)
 
     def device(self) -> torch.device:
