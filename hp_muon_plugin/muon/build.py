@@ -16,7 +16,7 @@ from hp_muon_plugin.config.options import from_options
 from hp_muon_plugin.errors import ConfigError
 from hp_muon_plugin.layout.spec import ParamSpec
 from hp_muon_plugin.muon.baseline import BaselineAdamW
-from hp_muon_plugin.muon.names import module_specs, named_specs
+from hp_muon_plugin.muon.names import module_specs, named_specs, refuse_sharded
 from hp_muon_plugin.muon.optimizer import HpMuonOptimizer
 from hp_muon_plugin.muon.routing import Algorithm, Route, route_parameters
 from hp_muon_plugin.muon.scalar import adamw_defaults
@@ -40,14 +40,19 @@ def build_optimizer(params: Params, **options: Any) -> HpMuonOptimizer:
         The optimizer. ``routing_table(optimizer)`` of this package prints who updates what.
 
     Raises:
-        ConfigError: If an option is unknown or wrong, the parameters have no names, or nothing is
-            left for Muon.
+        ConfigError: If an option is unknown or wrong, the parameters have no names or are shards of
+            another library, or nothing is left for Muon.
 
     Example:
         >>> optimizer = build_optimizer(model, lr=5e-3, weight_decay=0.1)
     """
     config = from_options(HpMuon, options, prefix="optimizer")
     specs = _specs(params)
+    refuse_sharded(
+        "params",
+        ((spec.name, param) for param, spec in specs.items()),
+        "wrap the model in DistributedDataParallel instead, or take optimizer=adamw, which works on shards",
+    )
     routes = route_parameters(list(specs.values()), muon_params=config.muon_params, adamw_params=config.adamw_params)
     if not any(route.algorithm is Algorithm.muon for route in routes):
         raise ConfigError(

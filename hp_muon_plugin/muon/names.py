@@ -8,7 +8,9 @@ import re
 from collections.abc import Iterable
 
 import torch
+from torch.distributed.tensor import DTensor
 
+from hp_muon_plugin.errors import ConfigError
 from hp_muon_plugin.layout.spec import MatrixView, ParamSpec, Role, plain_matrix, stacked_matrices
 
 _NAME_ROLES: tuple[tuple[Role, re.Pattern[str]], ...] = (
@@ -62,6 +64,34 @@ def named_specs(named: Iterable[tuple[str, torch.nn.Parameter]]) -> dict[torch.n
         Spec by parameter.
     """
     return {param: _spec(name, param, _role(name, param, None)) for name, param in named}
+
+
+def refuse_sharded(option: str, named: Iterable[tuple[str, torch.nn.Parameter]], fix: str) -> None:
+    """Refuse parameters that another library has cut into shards: Muon needs whole matrices.
+
+    Args:
+        option: Where they were given.
+        named: Names and parameters.
+        fix: What to do instead.
+
+    Raises:
+        ConfigError: Naming the first one.
+    """
+    for name, param in named:
+        kind = _sharded_kind(param)
+        if kind is not None:
+            why = f"is {kind}, so that this rank holds a shard of the matrix, and Muon needs the whole"
+            raise ConfigError(option, name, why, fix)
+
+
+def _sharded_kind(param: torch.nn.Parameter) -> str | None:
+    if isinstance(param, DTensor):
+        return "a DTensor (torch's fully_shard or tensor parallelism, Megatron-FSDP)"
+    if getattr(param, "_is_flat_param", False) or hasattr(param, "_fsdp_flattened"):
+        return "a flat parameter of torch's FullyShardedDataParallel"
+    if logical_shape(param) != tuple(param.shape):
+        return "a placeholder of DeepSpeed's ZeRO-3"
+    return None
 
 
 def logical_shape(param: torch.Tensor) -> tuple[int, ...]:
