@@ -8,15 +8,15 @@ import torch
 import torch.distributed as dist
 
 from hp_muon_plugin.config.optimizer import HpMuon
-from hp_muon_plugin.errors import ConfigError, raise_all
+from hp_muon_plugin.errors import ConfigError
 from hp_muon_plugin.layout.spec import ParamSpec
 from hp_muon_plugin.megatron.groups import MegatronGroups, megatron_groups
 from hp_muon_plugin.megatron.norms import CountedParam, counts_here
 from hp_muon_plugin.megatron.optimizer import HpMuonMegatronOptimizer, ParamPair
 from hp_muon_plugin.megatron.options import Given, resolve_options
 from hp_muon_plugin.megatron.param_groups import divide_groups, upstream_groups
+from hp_muon_plugin.megatron.refusals import refuse_arguments, refuse_split_latent, refuse_unreduced, refuse_wrappers
 from hp_muon_plugin.megatron.specs import chunk_specs
-from hp_muon_plugin.muon.gradients import listed
 from hp_muon_plugin.muon.optimizer import HpMuonOptimizer
 from hp_muon_plugin.muon.routing import Algorithm, Route, route_parameters
 from hp_muon_plugin.muon.table import format_table, table_rows
@@ -24,11 +24,6 @@ from hp_muon_plugin.muon.table import format_table, table_rows
 logger = logging.getLogger(__name__)
 
 _COPIED_ATTRIBUTES = ("tensor_model_parallel", "partition_dim", "partition_stride", "allreduce", "shared")
-
-_REFUSED_ARGUMENTS: tuple[tuple[str, str, str], ...] = (
-    ("layer_wise_distributed_optimizer", "belongs to Megatron's own Muon", "choose a name without 'dist'"),
-    ("dump_param_to_param_group_map", "is not written", "the routing table is logged by rank 0"),
-)
 
 
 def build_megatron_optimizer(
@@ -56,12 +51,13 @@ def build_megatron_optimizer(
         ConfigErrors: If it asks for several such things.
     """
     arguments = arguments or {}
-    _refuse_arguments(arguments)
-    _refuse_wrappers(chunks)
+    refuse_arguments(arguments)
+    refuse_wrappers(chunks)
+    refuse_split_latent(chunks)
     options = resolve_options(settings, config)
     groups = megatron_groups(arguments.get("pg_collection"))
     specs = chunk_specs(chunks, options, groups)
-    _refuse_unreduced(specs)
+    refuse_unreduced(specs)
     routes = _routes(specs, options)
     _require_muon(routes)
     upstream = upstream_groups(config, chunks, arguments)
@@ -133,37 +129,3 @@ def _require_muon(routes: Sequence[Route]) -> None:
         raise ConfigError(
             "optimizer", "hp_muon", "no parameter of the model is a matrix that Muon takes", "take optimizer=adamw"
         )
-
-
-def _refuse_unreduced(specs: Mapping[torch.nn.Parameter, ParamSpec]) -> None:
-    names = [spec.name for param, spec in specs.items() if spec.trainable and not hasattr(param, "main_grad")]
-    if names:
-        raise ConfigError(
-            "model_chunks",
-            listed(names),
-            "was frozen when the model was wrapped, so its gradient is in no buffer and is not reduced over ranks",
-            "wrap the model after unfreezing",
-        )
-
-
-def _refuse_arguments(arguments: Mapping[str, Any]) -> None:
-    raise_all(
-        [ConfigError(name, arguments[name], why, fix) for name, why, fix in _REFUSED_ARGUMENTS if arguments.get(name)]
-    )
-
-
-def _refuse_wrappers(chunks: Sequence[torch.nn.Module]) -> None:
-    for chunk in chunks:
-        ddp_config = getattr(chunk, "ddp_config", None)
-        if ddp_config is None:
-            raise ConfigError(
-                "model_chunks",
-                type(chunk).__name__,
-                "hp_muon reads gradients from Megatron's DistributedDataParallel, and this is another wrapper",
-                "wrap the model with megatron.core.distributed.DistributedDataParallel",
-            )
-        for name in ("use_megatron_fsdp", "use_custom_fsdp", "use_distributed_optimizer"):
-            if getattr(ddp_config, name, False):
-                raise ConfigError(
-                    f"ddp_config.{name}", True, "shards parameters in a way that cuts matrices", f"set {name}=False"
-                )

@@ -12,8 +12,10 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from hp_muon_plugin.config.choices import Precision
-from hp_muon_plugin.config.trainer import Model, Topology
+from hp_muon_plugin.config.trainer import Model, MoE, Topology
 from hp_muon_plugin.errors import ConfigError
+from hp_muon_plugin.megatron.local_fixes import apply_local_fixes
+from hp_muon_plugin.megatron.refusals import refuse_split_latent
 
 
 def transformer_config(model: Model, topology: Topology, precision: Precision) -> TransformerConfig:
@@ -27,44 +29,10 @@ def transformer_config(model: Model, topology: Topology, precision: Precision) -
     Returns:
         The configuration. Fusions that need Transformer Engine, Apex or CUDA are off.
     """
-    dtype = torch.bfloat16 if precision is Precision.bf16 else torch.float32
-    values: dict[str, Any] = {
-        "num_layers": model.num_layers,
-        "hidden_size": model.hidden_size,
-        "num_attention_heads": model.num_attention_heads,
-        "ffn_hidden_size": model.ffn_hidden_size,
-        "normalization": "RMSNorm",
-        "gated_linear_unit": True,
-        "activation_func": torch.nn.functional.silu,
-        "add_bias_linear": False,
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
-        "qk_layernorm": model.qk_layernorm,
-        "init_method_std": model.init_std,
-        "attention_softmax_in_fp32": True,
-        "bf16": precision is Precision.bf16,
-        "params_dtype": dtype,
-        "pipeline_dtype": dtype,
-        "tensor_model_parallel_size": topology.tp,
-        "pipeline_model_parallel_size": topology.pp,
-        "sequence_parallel": topology.sequence_parallel,
-        "use_cpu_initialization": False,
-        "gradient_accumulation_fusion": False,
-        "masked_softmax_fusion": False,
-        "bias_dropout_fusion": False,
-        "bias_activation_fusion": False,
-        "apply_rope_fusion": False,
-        "persist_layer_norm": False,
-    }
+    cls = TransformerConfig if model.mla is None else MLATransformerConfig
+    values = _layer_values(model) | _attention_values(model) | _parallel_values(topology, precision) | _NO_FUSIONS
     if model.moe is not None:
-        values |= _moe_values(model, topology)
-    cls = TransformerConfig
-    if model.mla is not None:
-        cls = MLATransformerConfig
-        values |= {"multi_latent_attention": True, "rope_type": "rope", "rotary_base": model.rotary_base}
-        values |= {field.name: getattr(model.mla, field.name) for field in fields(model.mla)}
-    else:
-        values["num_query_groups"] = model.num_query_groups
+        values |= _moe_values(model.moe, topology)
     known = {field.name for field in fields(cls)}
     if "transformer_impl" in known:
         values["transformer_impl"] = "local"
@@ -73,9 +41,57 @@ def transformer_config(model: Model, topology: Topology, precision: Precision) -
     return cls(**values)
 
 
-def _moe_values(model: Model, topology: Topology) -> dict[str, Any]:
-    moe = model.moe
-    assert moe is not None
+_NO_FUSIONS: dict[str, Any] = {
+    "use_cpu_initialization": False,
+    "gradient_accumulation_fusion": False,
+    "masked_softmax_fusion": False,
+    "bias_dropout_fusion": False,
+    "bias_activation_fusion": False,
+    "apply_rope_fusion": False,
+    "persist_layer_norm": False,
+}
+
+
+def _layer_values(model: Model) -> dict[str, Any]:
+    return {
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "ffn_hidden_size": model.ffn_hidden_size,
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+        "init_method_std": model.init_std,
+    }
+
+
+def _attention_values(model: Model) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "num_attention_heads": model.num_attention_heads,
+        "attention_dropout": 0.0,
+        "qk_layernorm": model.qk_layernorm,
+        "attention_softmax_in_fp32": True,
+    }
+    if model.mla is None:
+        return values | {"num_query_groups": model.num_query_groups}
+    values |= {"multi_latent_attention": True, "rope_type": "rope", "rotary_base": model.rotary_base}
+    return values | {field.name: getattr(model.mla, field.name) for field in fields(model.mla)}
+
+
+def _parallel_values(topology: Topology, precision: Precision) -> dict[str, Any]:
+    dtype = torch.bfloat16 if precision is Precision.bf16 else torch.float32
+    return {
+        "bf16": precision is Precision.bf16,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "tensor_model_parallel_size": topology.tp,
+        "pipeline_model_parallel_size": topology.pp,
+        "sequence_parallel": topology.sequence_parallel,
+    }
+
+
+def _moe_values(moe: MoE, topology: Topology) -> dict[str, Any]:
     return {
         "num_moe_experts": moe.num_experts,
         "moe_ffn_hidden_size": moe.ffn_hidden_size,
@@ -91,7 +107,9 @@ def _moe_values(model: Model, topology: Topology) -> dict[str, Any]:
 
 
 def build_gpt(config: TransformerConfig, model: Model, vocab_size: int) -> torch.nn.Module:
-    """The part of the model that belongs to this pipeline stage.
+    """The part of the model that belongs to this pipeline stage, ready to be wrapped and trained.
+
+    megatron-core's slips in models without Transformer Engine are repaired first: megatron/local_fixes.py.
 
     Args:
         config: From :func:`transformer_config`. Parallel state must be initialised.
@@ -100,6 +118,26 @@ def build_gpt(config: TransformerConfig, model: Model, vocab_size: int) -> torch
 
     Returns:
         A ``GPTModel``, inside ``Float16Module`` for bf16.
+
+    Raises:
+        ConfigError: If megatron-core cannot build it on this machine, or would train it wrong.
+    """
+    apply_local_fixes()
+    module = gpt_model(config, model, vocab_size)
+    refuse_split_latent([module])
+    return Float16Module(config, module) if config.bf16 else module
+
+
+def gpt_model(config: TransformerConfig, model: Model, vocab_size: int) -> torch.nn.Module:
+    """megatron-core's GPTModel of this pipeline stage, as it is.
+
+    Args:
+        config: From :func:`transformer_config`.
+        model: Options.
+        vocab_size: Padded vocabulary.
+
+    Returns:
+        A ``GPTModel``.
 
     Raises:
         ConfigError: If megatron-core cannot build it on this machine.
@@ -111,7 +149,7 @@ def build_gpt(config: TransformerConfig, model: Model, vocab_size: int) -> torch
         multi_latent_attention=model.mla is not None,
         normalization="RMSNorm",
     )
-    module = _explained(
+    return _explained(
         lambda: GPTModel(
             config,
             spec,
@@ -125,7 +163,6 @@ def build_gpt(config: TransformerConfig, model: Model, vocab_size: int) -> torch
         ),
         model,
     )
-    return Float16Module(config, module) if config.bf16 else module
 
 
 def _explained(build: Callable[[], torch.nn.Module], model: Model) -> torch.nn.Module:

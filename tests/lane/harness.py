@@ -39,8 +39,8 @@ def moe(**changes: Any) -> Model:
     return dense(**({"moe": experts} | changes))
 
 
-def mla(**changes: Any) -> Model:
-    latent = MLA(q_lora_rank=16, kv_lora_rank=8, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=8)
+def mla(*, v_head_dim: int = 8, **changes: Any) -> Model:
+    latent = MLA(q_lora_rank=16, kv_lora_rank=8, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=v_head_dim)
     return moe(**({"mla": latent} | changes))
 
 

@@ -14,7 +14,7 @@ from hp_muon_plugin.models.gpt_specs import gpt_specs, padded_vocab_size, stage_
 from hp_muon_plugin.muon.matrix_view import part_tensor
 from hp_muon_plugin.muon.routing import Algorithm, default_route
 from hp_muon_plugin.train.setup import Launch
-from lane.harness import VOCAB, build, dense, mla, moe, specs_of, train_config
+from lane.harness import VOCAB, build, dense, mla, moe, specs_of, start, train_config
 
 CASES = [
     ("dense", dense(), 1, Topology()),
@@ -24,6 +24,7 @@ CASES = [
     ("moe-etp2", moe(), 2, Topology(tp=2, etp=2, sequence_parallel=True)),
     ("moe-pp2-ep2", moe(), 4, Topology(pp=2, ep=2)),
     ("mla", mla(), 1, Topology()),
+    ("mla-wide", mla(v_head_dim=12), 1, Topology()),
     ("mla-tp2-etp2", mla(), 2, Topology(tp=2, etp=2, sequence_parallel=True)),
     ("tied", dense(tie_embeddings=True), 1, Topology()),
 ]
@@ -32,10 +33,18 @@ CASES = [
 def _specs(launch: Launch, model: Model, topology: Topology, options: HpMuon) -> Any:
     from megatron.core import parallel_state
 
-    ready = build(launch, train_config(model, topology, optimizer=options))
+    from hp_muon_plugin.config.choices import Precision
+    from hp_muon_plugin.megatron.groups import megatron_groups
+    from hp_muon_plugin.megatron.specs import chunk_specs
+    from hp_muon_plugin.models.gpt import gpt_model, transformer_config
+
+    config = train_config(model, topology, optimizer=options)
+    start(launch, config)
+    core = transformer_config(model, topology, Precision.fp32)
+    module = gpt_model(core, model, padded_vocab_size(VOCAB, model, topology))
     stage = parallel_state.get_pipeline_model_parallel_rank()
     expert = parallel_state.get_expert_model_parallel_rank()
-    return stage, expert, list(specs_of(ready).values())
+    return stage, expert, list(chunk_specs([module], options, megatron_groups()).values())
 
 
 @pytest.mark.parametrize(("name", "model", "ranks", "topology"), CASES, ids=[case[0] for case in CASES])
@@ -57,7 +66,6 @@ def _grouped(launch: Launch, experts: int, hidden: int, ffn: int) -> Any:
     from hp_muon_plugin.megatron.groups import megatron_groups
     from hp_muon_plugin.megatron.specs import chunk_specs
     from hp_muon_plugin.models.gpt import transformer_config
-    from lane.harness import start
 
     config = train_config(moe(), Topology(ep=launch.world_size))
     start(launch, config)
