@@ -16,11 +16,19 @@ from hp_muon_plugin.layout.spec import MatrixView, ParamSpec, Role, plain_matrix
 _NAME_ROLES: tuple[tuple[Role, re.Pattern[str]], ...] = (
     (
         Role.embedding,
-        re.compile(r"(^|\.)(\w*embed(ding|dings|_tokens|_positions|s)?|wte|wpe|tok_emb\w*|pos_emb\w*)(\.|$)"),
+        re.compile(
+            r"(^|\.)(\w*embed(ding|dings|_tokens|_positions|s)?|(\w+_)?embs?|wte|wpe|tok_emb\w*|pos_emb\w*)(\.|$)"
+            r"|(^|\.)(tok|token|tokens|pos|position|positions|vocab|\w+_tokens?|relative_attention_bias)(\.weight)?$"
+            r"|^(model\.|transformer\.)?shared\.weight$"  # T5
+        ),
     ),
     (
         Role.output,
-        re.compile(r"(^|\.)(lm_head|output|output_layer|embed_out|unembed\w*|classifier|score)\.weight$"),
+        re.compile(
+            r"(^|\.)((\w+_)?head|output|output_layer|embed_out|unembed\w*|classifier|score|vocab_proj\w*)\.weight$"
+            r"|(^|\.)((to_)?logits(\.\d+)?|predictions\.decoder)\.weight$"
+            r"|^(model\.)?proj_out\.weight$"  # Whisper; inside a block it is a hidden matrix
+        ),
     ),
     (Role.router, re.compile(r"(^|\.)(router|gate|wg|gating)\.(weight|wg\.weight)$")),
     (Role.conv, re.compile(r"(^|\.|_)conv\w*\.weight$")),

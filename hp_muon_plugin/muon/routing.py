@@ -4,6 +4,7 @@ Routing goes by role, not by shape alone: an embedding is two-dimensional, and M
 badly. Every parameter gets exactly one route with a reason that is printed before training.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -79,7 +80,7 @@ def route_parameters(
     """Route every parameter.
 
     Args:
-        specs: Parameters with distinct names.
+        specs: Parameters.
         muon_params: Shell patterns of names that Muon takes against their role.
         adamw_params: Shell patterns of names that AdamW takes against their role.
         all_names: Names of the whole model where this rank holds a part of it, so that a pattern
@@ -89,37 +90,49 @@ def route_parameters(
         One route per spec, in order.
 
     Raises:
-        ConfigError: If a pattern fits no parameter, two lists fit the same one, or Muon is asked
-            to take something that is no matrix.
+        ConfigError: If two parameters have one name, a pattern fits no parameter, two lists fit the
+            same one, or Muon is asked to take something that is no matrix.
         ConfigErrors: If several of these are wrong.
     """
     names = [spec.name for spec in specs]
-    assert len(set(names)) == len(names), [name for name in names if names.count(name) > 1]
     known = names if all_names is None else all_names
     errors = [
+        *_repeated(names),
         *_unmatched("optimizer.muon_params", muon_params, known),
         *_unmatched("optimizer.adamw_params", adamw_params, known),
     ]
-    routes = []
-    for spec in specs:
-        asked_muon = _first_match(muon_params, spec.name)
-        asked_adamw = _first_match(adamw_params, spec.name)
-        algorithm, reason = default_route(spec)
-        if not spec.trainable:
-            pass
-        elif asked_muon and asked_adamw:
-            why = f"optimizer.adamw_params={asked_adamw} also fits {spec.name}"
-            errors.append(ConfigError("optimizer.muon_params", asked_muon, why, "make the patterns distinct"))
-        elif asked_muon and spec.view is None:
-            why = f"{spec.name} has shape {list(spec.shape)}, which is no matrix"
-            errors.append(ConfigError("optimizer.muon_params", asked_muon, why, "leave it out"))
-        elif asked_muon:
-            algorithm, reason = Algorithm.muon, f"asked for by muon_params={asked_muon}"
-        elif asked_adamw:
-            algorithm, reason = Algorithm.adamw, f"asked for by adamw_params={asked_adamw}"
-        routes.append(Route(spec, algorithm, reason))
-    raise_all(errors)
-    return tuple(routes)
+    found = [_route(s, _first_match(muon_params, s.name), _first_match(adamw_params, s.name)) for s in specs]
+    raise_all(errors + [answer for answer in found if isinstance(answer, ConfigError)])
+    return tuple(answer for answer in found if isinstance(answer, Route))
+
+
+def _route(spec: ParamSpec, asked_muon: str | None, asked_adamw: str | None) -> Route | ConfigError:
+    """The route of one parameter, given the pattern of each list that fits it."""
+    option = "optimizer.muon_params"
+    if spec.trainable and asked_muon and asked_adamw:
+        why = f"optimizer.adamw_params={asked_adamw} also fits {spec.name}"
+        return ConfigError(option, asked_muon, why, "make the patterns distinct")
+    if spec.trainable and asked_muon and spec.view is None:
+        why = f"{spec.name} has shape {list(spec.shape)}, which is no matrix"
+        return ConfigError(option, asked_muon, why, "leave it out")
+    if spec.trainable and asked_muon:
+        return Route(spec, Algorithm.muon, f"asked for by muon_params={asked_muon}")
+    if spec.trainable and asked_adamw:
+        return Route(spec, Algorithm.adamw, f"asked for by adamw_params={asked_adamw}")
+    return Route(spec, *default_route(spec))
+
+
+def _repeated(names: Sequence[str]) -> list[ConfigError]:
+    return [
+        ConfigError(
+            "params",
+            name,
+            f"is the name of {count} parameters, and routes, tables and errors go by name",
+            "put a prefix before the names of each model, e.g. (f'actor.{name}', param)",
+        )
+        for name, count in Counter(names).items()
+        if count > 1
+    ]
 
 
 def _first_match(patterns: Sequence[str], name: str) -> str | None:

@@ -8,10 +8,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hp_muon_plugin.config.optimizer import HpMuon
+from hp_muon_plugin.config.optimizer import AdamW, HpMuon
 from hp_muon_plugin.muon.routing import Algorithm, Route, route_parameters
 
 if TYPE_CHECKING:  # tables are also made where torch is not
+    from hp_muon_plugin.muon.baseline import BaselineAdamW
     from hp_muon_plugin.muon.optimizer import HpMuonOptimizer
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -41,7 +42,7 @@ class TableRow:
     reason: str
 
 
-def table_rows(routes: Sequence[Route], config: HpMuon) -> list[TableRow]:
+def table_rows(routes: Sequence[Route], config: HpMuon | AdamW) -> list[TableRow]:
     """Fold routes into lines.
 
     Args:
@@ -96,18 +97,22 @@ def format_table(rows: Iterable[TableRow]) -> str:
     return "\n".join(lines)
 
 
-def routing_table(optimizer: "HpMuonOptimizer") -> str:
+def routing_table(optimizer: "HpMuonOptimizer | BaselineAdamW") -> str:
     """The table of a built optimizer.
 
     Args:
-        optimizer: From :func:`hp_muon_plugin.muon.build_optimizer`.
+        optimizer: From :func:`hp_muon_plugin.muon.build_optimizer` or ``build_adamw``.
 
     Returns:
         Text.
     """
-    config = optimizer.config
-    routes = route_parameters(
-        list(optimizer.specs.values()), muon_params=config.muon_params, adamw_params=config.adamw_params
+    config, specs = optimizer.config, list(optimizer.specs.values())
+    if isinstance(config, HpMuon):
+        routes = route_parameters(specs, muon_params=config.muon_params, adamw_params=config.adamw_params)
+        return format_table(table_rows(routes, config))
+    routes = tuple(
+        Route(spec, Algorithm.adamw, "optimizer=adamw") if spec.trainable else Route(spec, Algorithm.frozen, "frozen")
+        for spec in specs
     )
     return format_table(table_rows(routes, config))
 
@@ -123,7 +128,7 @@ def _matrices(route: Route) -> str:
     return " ".join(pieces)
 
 
-def _row(members: Sequence[Route], config: HpMuon) -> TableRow:
+def _row(members: Sequence[Route], config: HpMuon | AdamW) -> TableRow:
     first = members[0]
     names = [route.spec.name for route in members]
     pattern = _NUMBER.sub("*", names[0]) if len(set(names)) > 1 else names[0]
@@ -138,7 +143,7 @@ def _row(members: Sequence[Route], config: HpMuon) -> TableRow:
     )
 
 
-def _state_bytes(route: Route, config: HpMuon) -> int:
-    if route.algorithm is Algorithm.muon:
+def _state_bytes(route: Route, config: HpMuon | AdamW) -> int:
+    if route.algorithm is Algorithm.muon and isinstance(config, HpMuon):
         return _BYTES[config.momentum_dtype] * route.spec.local_numel
     return 8 * route.spec.local_numel + 4 if route.algorithm is Algorithm.adamw else 0

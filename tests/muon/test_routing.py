@@ -3,7 +3,7 @@ import torch
 
 from hp_muon_plugin.errors import ConfigError, ConfigErrors
 from hp_muon_plugin.layout.spec import ParamSpec, Role, plain_matrix
-from hp_muon_plugin.muon import build_optimizer, routing_table
+from hp_muon_plugin.muon import build_adamw, build_optimizer, routing_table
 from hp_muon_plugin.muon.names import module_specs, named_specs
 from hp_muon_plugin.muon.routing import Algorithm, default_route, route_parameters
 
@@ -23,6 +23,21 @@ def route_of(name: str, shape: tuple[int, ...]) -> Algorithm:
         "output.weight",
         "lm_head.weight",
         "model.lm_head.weight",
+        "tok.weight",
+        "tok",
+        "model.emb.weight",
+        "token_emb.weight",
+        "pos",
+        "register_tokens",
+        "shared.weight",
+        "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
+        "head.weight",
+        "heads.head.weight",
+        "value_head.weight",
+        "to_logits.1.weight",
+        "cls.predictions.decoder.weight",
+        "vocab_projector.weight",
+        "proj_out.weight",
         "layers.0.moe.router.weight",
         "layers.0.mlp.gate.weight",
     ],
@@ -32,9 +47,32 @@ def test_embeddings_output_and_router_go_to_adamw(name: str) -> None:
     assert route_of(name, (64, 16)) is Algorithm.adamw
 
 
-@pytest.mark.parametrize("name", ["layers.0.wq.weight", "layers.0.mlp.gate_proj.weight", "blocks.1.fc.weight"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "layers.0.wq.weight",
+        "layers.0.mlp.gate_proj.weight",
+        "blocks.1.fc.weight",
+        "blocks.0.proj_out.weight",
+        "blocks.0.token_mixer.weight",
+        "layers.0.mlp.shared.weight",
+        "layers.0.head_proj.weight",
+        "layers.0.attention.output.dense.weight",
+        "decoder.weight_proj.weight",
+    ],
+)
 def test_hidden_matrices_go_to_muon(name: str) -> None:
     assert route_of(name, (64, 16)) is Algorithm.muon
+
+
+def test_a_linear_layer_called_head_goes_to_adamw() -> None:
+    """A plain model's output layer ``head`` and token table ``tok`` were hidden matrices."""
+    model = torch.nn.ModuleDict({"tok": torch.nn.Linear(10, 4), "fc": torch.nn.Linear(4, 4)})
+    model["head"] = torch.nn.Linear(4, 10)
+    routes = {s.name: (s.role, default_route(s)[0]) for s in module_specs(model).values()}
+    assert routes["tok.weight"] == (Role.embedding, Algorithm.adamw)
+    assert routes["head.weight"] == (Role.output, Algorithm.adamw)
+    assert routes["fc.weight"] == (Role.matrix, Algorithm.muon)
 
 
 def test_embedding_module_with_an_odd_name_goes_to_adamw() -> None:
@@ -128,6 +166,23 @@ def test_frozen_parameters_are_in_no_group() -> None:
 def test_parameters_without_names_are_refused_with_the_fix() -> None:
     with pytest.raises(ConfigError, match=r"pass the model, or model.named_parameters\(\)"):
         build_optimizer(torch.nn.Linear(4, 4).parameters())  # type: ignore[arg-type]
+
+
+def test_two_parameters_of_one_name_are_an_error_that_says_so() -> None:
+    """Two models in one list: it was a bare AssertionError."""
+    two = [*torch.nn.Linear(4, 4).named_parameters(), *torch.nn.Linear(4, 4).named_parameters()]
+    with pytest.raises(ConfigErrors, match=r"(?s)params=weight: is the name of 2 parameters.*params=bias: is the name"):
+        build_optimizer(two)
+
+
+def test_the_baseline_has_a_table_too() -> None:
+    """It was an AttributeError: the baseline's options have no muon_params."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.LayerNorm(8))
+    model[0].bias.requires_grad_(False)
+    text = routing_table(build_adamw(model))
+    assert "optimizer=adamw" in text
+    assert "muon=0 parameters" in text
+    assert f"adamw=3 parameters, {(8 * 48 + 12) / 2**20:.3f} MiB of state; frozen=1" in text
 
 
 def test_the_table_counts_and_explains() -> None:
