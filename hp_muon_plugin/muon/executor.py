@@ -25,6 +25,7 @@ class ParamStep:
         momentum: Its moving average, already updated for this step.
         decay: Factor ``1 - lr * weight_decay``.
         lr: Learning rate.
+        beta: Decay of the moving average, for the Nesterov look-ahead.
     """
 
     weight: torch.Tensor
@@ -32,6 +33,7 @@ class ParamStep:
     momentum: torch.Tensor
     decay: float
     lr: float
+    beta: float
 
 
 Steps = Sequence[ParamStep | None]
@@ -43,7 +45,6 @@ class Executor:
     Args:
         plan: The plan.
         axes: Mesh axes by name, at least those that the plan's stages gather over.
-        momentum: Decay of the moving average, for the Nesterov look-ahead.
         nesterov: Whether to look ahead.
         device: Where the parameters live.
         is_fused_by_lists: Whether whole parameters are read and updated by operations on lists of
@@ -56,14 +57,12 @@ class Executor:
         plan: MuonPlan,
         axes: Mapping[str, AxisGroup],
         *,
-        momentum: float,
         nesterov: bool,
         device: torch.device,
         is_fused_by_lists: bool | None = None,
     ) -> None:
         self.plan = plan
         self._axes = axes
-        self._momentum = momentum
         self._nesterov = nesterov
         self._device = device
         self._is_fused_by_lists = device.type != "cpu" if is_fused_by_lists is None else is_fused_by_lists
@@ -102,9 +101,8 @@ class Executor:
                 spec, step = self.plan.params[part.param], steps[part.param]
                 assert step is not None
                 slot = buffer[first : first + part.count]
-                self._write_update(
-                    _factored(slot, spec, part), _part(step.grad, spec, part), _part(step.momentum, spec, part)
-                )
+                grad, momentum = _part(step.grad, spec, part), _part(step.momentum, spec, part)
+                self._write_update(_factored(slot, spec, part), grad, momentum, step.beta)
                 targets += self._weight_targets(step, spec, part, first)
                 first += part.count
             stacks.append(Stack(buffer, tuple(targets), is_scratch=True))
@@ -113,7 +111,8 @@ class Executor:
     def _run_lists(self, batch: FusedBatch, steps: Steps) -> None:
         """As :meth:`_run_whole`, in a number of launches that does not grow with the parameters."""
         stacks, weights, decays, updates, scales = [], [], [], [], []
-        momenta, grads, slots = [], [], []
+        momenta, slots = [], []
+        ahead: dict[float, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for number, family in enumerate(batch.families):
             parts = [part for part in family.parts if steps[part.param] is not None]
             source = self._buffer("update", number, family, parts)
@@ -125,7 +124,7 @@ class Executor:
                 chosen = slice(first, first + part.count)
                 slots.append(_factored(source[chosen], spec, part))
                 momenta.append(_part(step.momentum, spec, part))
-                grads.append(_part(step.grad, spec, part))
+                ahead.setdefault(step.beta, []).append((slots[-1], _part(step.grad, spec, part)))
                 weights.append(_part(step.weight, spec, part))
                 decays.append(step.decay)
                 updates.append(_factored(result[chosen], spec, part))
@@ -135,8 +134,8 @@ class Executor:
         if not slots:
             return
         torch._foreach_copy_(slots, momenta)
-        if self._nesterov:
-            torch._foreach_lerp_(slots, [grad.to(slots[0].dtype) for grad in grads], 1 - self._momentum)
+        for beta, pairs in ahead.items() if self._nesterov else ():
+            torch._foreach_lerp_([slot for slot, _ in pairs], [grad.to(slot.dtype) for slot, grad in pairs], 1 - beta)
         self._orthogonalize(batch, stacks)
         torch._foreach_mul_(updates, scales)
         torch._foreach_mul_(weights, decays)
@@ -194,7 +193,9 @@ class Executor:
         for index in members:
             step, numel = steps[index], specs[index].local_numel
             assert step is not None
-            self._write_update(send[offset : offset + numel].view(step.weight.shape), step.grad, step.momentum)
+            self._write_update(
+                send[offset : offset + numel].view(step.weight.shape), step.grad, step.momentum, step.beta
+            )
             offset += numel
         # all-gather over the axis: each rank sends `local` float32 numbers once per stage
         all_gather(received, send, axis)
@@ -208,14 +209,14 @@ class Executor:
             offset, start = offset + spec.local_numel, start + spec.numel
         return wholes
 
-    def _write_update(self, target: torch.Tensor, grad: torch.Tensor, momentum: torch.Tensor) -> None:
+    def _write_update(self, target: torch.Tensor, grad: torch.Tensor, momentum: torch.Tensor, beta: float) -> None:
         """Momentum after the Nesterov look-ahead, in float32, without touching grad or momentum."""
         if not self._nesterov:
             target.copy_(momentum)
         elif grad.dtype is momentum.dtype is target.dtype:
-            torch.lerp(momentum, grad, 1 - self._momentum, out=target)
+            torch.lerp(momentum, grad, 1 - beta, out=target)
         else:
-            target.copy_(momentum).mul_(self._momentum).add_(grad, alpha=1 - self._momentum)
+            target.copy_(momentum).mul_(beta).add_(grad, alpha=1 - beta)
 
     def _buffer(self, name: str, number: int, family: Family, parts: Sequence[PlannedPart]) -> torch.Tensor:
         shape = (sum(part.count for part in parts), family.rows, family.cols)

@@ -35,9 +35,9 @@ class HpMuonOptimizer(torch.optim.Optimizer):
     """Muon and AdamW over one list of parameter groups.
 
     Every group says which algorithm updates it (``algorithm``: ``muon`` or ``adamw``) and has its
-    own ``lr`` and ``weight_decay``, which schedulers may write at any time. Weight decay is
-    decoupled: a weight shrinks by ``1 - lr * weight_decay`` whatever its shape. Muon keeps one
-    momentum per weight and nothing else.
+    own ``lr`` and ``weight_decay``, and Muon's groups their ``momentum``; schedulers may write them at
+    any time. Weight decay is decoupled: a weight shrinks by ``1 - lr * weight_decay`` whatever its
+    shape. Muon keeps one momentum per weight and nothing else.
 
     Args:
         groups: Groups as torch takes them, each with ``params`` and ``algorithm``.
@@ -75,7 +75,6 @@ class HpMuonOptimizer(torch.optim.Optimizer):
         self._executor = Executor(
             build_plan([self.specs[p] for p in self._muon_params()], config, device=device.type),
             dict(axes or {}),
-            momentum=config.momentum,
             nesterov=config.nesterov,
             device=device,
         )
@@ -157,7 +156,7 @@ class HpMuonOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             if group["algorithm"] == Algorithm.muon:
                 steps += [self._param_step(p, group) for p in group["params"]]
-        _update_momenta([step for step in steps if step is not None], 1 - self.config.momentum)
+        _update_momenta([step for step in steps if step is not None])
         self._executor.run(steps)
         scalar = [group for group in self.param_groups if group["algorithm"] == Algorithm.adamw]
         self._adamw.step(scalar, self.state)
@@ -187,7 +186,8 @@ class HpMuonOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` gave.
 
-        Momentum keeps its saved value in the configured type, whatever the weight's type is. One
+        Momentum keeps its saved value in the configured type, whatever the weight's type is; its decay
+        is this run's, as the algorithm of each group is. One
         that was accumulated as a sum (``m = momentum * m + grad``, as in dion or Moonlight) is
         converted to the moving average that this optimizer keeps.
 
@@ -206,14 +206,17 @@ class HpMuonOptimizer(torch.optim.Optimizer):
             self._adopt(group, before)
 
     def _adopt(self, group: dict[str, Any], before: dict[str, Any]) -> None:
-        """Bring a loaded group to this run's algorithm and momentum convention."""
+        """Bring a loaded group to this run's algorithm, momentum and momentum convention."""
         group["algorithm"] = before["algorithm"]
+        saved = float(group.get("momentum", self.config.momentum))
+        if "momentum" in before:
+            group["momentum"] = before["momentum"]
         for key, value in before.items():
             group.setdefault(key, value)
         if group["algorithm"] == Algorithm.muon and group.get("momentum_convention") == SUM:
             for param in group["params"]:
                 if "momentum_buffer" in self.state[param]:
-                    self.state[param]["momentum_buffer"].mul_(1 - self.config.momentum)
+                    self.state[param]["momentum_buffer"].mul_(1 - saved)
             group["momentum_convention"] = MOVING_AVERAGE
 
     def _complete(self, group: dict[str, Any]) -> dict[str, Any]:
@@ -249,14 +252,17 @@ class HpMuonOptimizer(torch.optim.Optimizer):
         if param.grad is None:
             return None
         lr = float(group["lr"])
-        return ParamStep(param.detach(), param.grad, self._momentum(param), 1 - lr * float(group["weight_decay"]), lr)
+        decay, beta = 1 - lr * float(group["weight_decay"]), float(group["momentum"])
+        return ParamStep(param.detach(), param.grad, self._momentum(param), decay, lr, beta)
 
 
-def _update_momenta(steps: Sequence[ParamStep], weight: float) -> None:
-    """``momentum <- momentum + weight * (grad - momentum)``, for whole lists of one type at a time."""
-    same = [step for step in steps if step.grad.dtype is step.momentum.dtype]
-    if same:
-        torch._foreach_lerp_([step.momentum for step in same], [step.grad for step in same], weight)
+def _update_momenta(steps: Sequence[ParamStep]) -> None:
+    """``momentum <- beta * momentum + (1 - beta) * grad``, for whole lists of one type and beta at a time."""
+    same: dict[float, list[ParamStep]] = {}
     for step in steps:
-        if step.grad.dtype is not step.momentum.dtype:
-            step.momentum.mul_(1 - weight).add_(step.grad, alpha=weight)
+        if step.grad.dtype is step.momentum.dtype:
+            same.setdefault(step.beta, []).append(step)
+        else:
+            step.momentum.mul_(step.beta).add_(step.grad, alpha=1 - step.beta)
+    for beta, alike in same.items():
+        torch._foreach_lerp_([step.momentum for step in alike], [step.grad for step in alike], 1 - beta)

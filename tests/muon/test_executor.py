@@ -1,6 +1,7 @@
 """Running a plan: by one product per weight, and by operations on lists as accelerators do."""
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -30,7 +31,9 @@ def specs() -> list[ParamSpec]:
     return [ParamSpec(f"w{i}", Role.matrix, view.factors, view=view) for i, view in enumerate(views)]
 
 
-def steps_of(params: list[ParamSpec], weight_dtype: torch.dtype, grad_dtype: torch.dtype) -> list[ParamStep | None]:
+def steps_of(
+    params: list[ParamSpec], weight_dtype: torch.dtype, grad_dtype: torch.dtype, betas: Sequence[float] = (0.95,)
+) -> list[ParamStep | None]:
     return [
         ParamStep(
             gaussian(spec.numel, seed=3 * i).to(weight_dtype),
@@ -38,6 +41,7 @@ def steps_of(params: list[ParamSpec], weight_dtype: torch.dtype, grad_dtype: tor
             gaussian(spec.numel, seed=3 * i + 2),
             0.9 + 0.01 * i,
             0.1 * (i + 1),
+            betas[i % len(betas)],
         )
         for i, spec in enumerate(params)
     ]
@@ -50,16 +54,16 @@ def steps_of(params: list[ParamSpec], weight_dtype: torch.dtype, grad_dtype: tor
     ids=lambda pair: f"{pair[0]}-{pair[1]}".replace("torch.", ""),
 )
 def test_lists_and_products_update_alike(dtypes: tuple[torch.dtype, torch.dtype], nesterov: bool) -> None:
-    found = []
+    found, betas = [], (0.95, 0.8, 0.0)
     for by_lists, device in ((False, "cpu"), (True, "cpu"), (True, "cuda")):
         plan = build_plan(specs(), HpMuon(), device=device)  # cuda: its plan, with padding, run here
-        steps = steps_of(list(plan.params), *dtypes)
+        steps = steps_of(list(plan.params), *dtypes, betas)
         steps[1] = None
-        executor = Executor(plan, {}, momentum=0.95, nesterov=nesterov, device=CPU, is_fused_by_lists=by_lists)
+        executor = Executor(plan, {}, nesterov=nesterov, device=CPU, is_fused_by_lists=by_lists)
         executor.run(steps)
         assert executor.num_orthogonalized == plan.num_matrices - 1
         found.append([step.weight for step in steps if step is not None])
-        for step, fresh in zip(steps, steps_of(list(plan.params), *dtypes), strict=True):
+        for step, fresh in zip(steps, steps_of(list(plan.params), *dtypes, betas), strict=True):
             if step is not None and fresh is not None:
                 assert torch.equal(step.grad, fresh.grad)
                 assert torch.equal(step.momentum, fresh.momentum)
@@ -78,7 +82,7 @@ def test_launches_for_lists_do_not_grow_with_the_parameters(nesterov: bool) -> N
             [ParamSpec(f"w{i}", Role.matrix, (24, 96), view=plain_matrix(24, 96)) for i in range(number)], HpMuon()
         )
         steps = steps_of(list(plan.params), torch.float32, torch.float32)
-        executor = Executor(plan, {}, momentum=0.95, nesterov=nesterov, device=CPU, is_fused_by_lists=True)
+        executor = Executor(plan, {}, nesterov=nesterov, device=CPU, is_fused_by_lists=True)
         executor.run(steps)
         with Counter() as counter:
             executor.run(steps)
@@ -89,6 +93,6 @@ def test_launches_for_lists_do_not_grow_with_the_parameters(nesterov: bool) -> N
 @pytest.mark.parametrize("by_lists", [True, False])
 def test_nothing_to_update_runs_nothing(by_lists: bool) -> None:
     plan = build_plan(specs(), HpMuon())
-    executor = Executor(plan, {}, momentum=0.95, nesterov=True, device=CPU, is_fused_by_lists=by_lists)
+    executor = Executor(plan, {}, nesterov=True, device=CPU, is_fused_by_lists=by_lists)
     executor.run([None] * len(plan.params))
     assert executor.num_orthogonalized == 0

@@ -15,6 +15,26 @@ from hp_muon_plugin.muon.reference import ReferenceAdamW, ReferenceMuon
 from muon.small_models import model_of, set_grads, single
 
 
+@pytest.mark.parametrize("momentum_dtype", ["float32", "bfloat16"])
+def test_momentum_of_a_group_counts(momentum_dtype: str) -> None:
+    """``group["momentum"]`` was written and never read, so a momentum warm-up had no effect."""
+    options = {"clip_grad": 0.0, "momentum_dtype": momentum_dtype}
+    models = [model_of(torch.nn.Linear(12, 30), torch.nn.Linear(30, 8)) for _ in range(3)]
+    built, scheduled, plain = (
+        build_optimizer(model, momentum=momentum, **options)
+        for model, momentum in zip(models, (0.5, 0.95, 0.95), strict=True)
+    )
+    for group in scheduled.param_groups:
+        if group["algorithm"] == "muon":
+            group["momentum"] = 0.5
+    for step in range(3):
+        for model, optimizer in zip(models, (built, scheduled, plain), strict=True):
+            set_grads(model, step)
+            optimizer.step()
+    assert torch.equal(models[0][0].weight, models[1][0].weight)
+    assert not torch.equal(models[0][0].weight, models[2][0].weight)
+
+
 def test_twenty_steps_equal_the_float64_reference() -> None:
     model = model_of(torch.nn.Embedding(20, 12), torch.nn.Linear(12, 30), torch.nn.Linear(30, 8))
     options = {"lr": 0.02, "weight_decay": 0.1, "adamw": {"lr": 0.01, "betas": [0.8, 0.9]}}

@@ -74,8 +74,20 @@ def test_resume_is_exact_whatever_type_the_state_was_saved_in(dtype: torch.dtype
 
 def test_live_options_win_over_loaded_ones() -> None:
     """VeOmni: a saved head split overwrote the configured one on resume."""
-    param, optimizer = single((8, 8), lr=0.1)
+    param, optimizer = single((8, 8), lr=0.1, momentum=0.8)
     saved = optimizer.state_dict()
-    saved["param_groups"][0]["algorithm"] = "adamw"
+    saved["param_groups"][0] |= {"algorithm": "adamw", "momentum": 0.95}
     optimizer.load_state_dict(saved)
     assert optimizer.param_groups[0]["algorithm"] == "muon"
+    assert optimizer.param_groups[0]["momentum"] == 0.8
+
+
+def test_a_sum_is_converted_by_the_decay_that_it_was_made_with() -> None:
+    param, optimizer = single((4, 4), momentum=0.5)
+    param.grad = torch.ones(4, 4)
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][0]["momentum_buffer"].fill_(1.0)
+    saved["param_groups"][0] |= {"momentum_convention": "sum", "momentum": 0.9}
+    optimizer.load_state_dict(saved)
+    torch.testing.assert_close(optimizer.state[param]["momentum_buffer"], torch.full((4, 4), 0.1))
