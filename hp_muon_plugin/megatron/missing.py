@@ -55,10 +55,10 @@ class MissingGradients:
         )
         for is_expert, axis in ((False, self._groups.dp), (True, self._groups.expert_dp)):
             mine = [i for i, (_, spec) in enumerate(self._params) if spec.is_expert == is_expert]
-            shared = arrived[mine]
-            if axis.size > 1:
+            if mine and axis.size > 1:  # data-parallel ranks have the same parameters, so all of them call
+                shared = arrived[mine]
                 all_reduce_max(shared, axis)
-            arrived[mine] = shared
+                arrived[mine] = shared
         self.forget()
         return 1 - arrived
 

@@ -87,7 +87,7 @@ def check_gradients(
     """
     axes = axes or {}
     present = [gradient for gradient in gradients if gradient.value is not None]
-    device = _device(present, agree)
+    device = _device(present, [*agree, *axes.values()])
     squares, doubt = _squares(present, axes, device)
     has = torch.tensor([gradient.value is not None for gradient in gradients], dtype=torch.float32, device=device)
     grown = torch.tensor([float(bool(unfrozen))], device=device)
@@ -157,11 +157,11 @@ def _squares(
     return table.sum(dim=0), (doubt + (~torch.isfinite(table)).any()).clamp(max=1.0)
 
 
-def _device(present: Sequence[Gradient], agree: Sequence[AxisGroup]) -> torch.device:
+def _device(present: Sequence[Gradient], reduced_over: Sequence[AxisGroup]) -> torch.device:
     if present:
         assert present[0].value is not None
         return present[0].value.device
-    return group_device(agree[0]) if agree else torch.device("cpu")
+    return group_device(reduced_over[0]) if reduced_over else torch.device("cpu")
 
 
 def _refuse_torn(names: Sequence[str], answer: Sequence[float]) -> None:
