@@ -20,7 +20,7 @@ from lane.oracle import train_with_oracle
 
 STEPS = 20
 TOLERANCE = 1e-5
-MODELS = {"dense": dense, "moe": moe, "mla": mla}
+MODELS = {"dense": dense, "moe": moe, "mla": mla, "mla_wide": lambda: mla(v_head_dim=12)}
 
 
 def _reference(launch: Launch, model: Model) -> dict[str, Any]:
@@ -52,6 +52,7 @@ LAYOUTS = [
     ("moe", 4, Topology(tp=2, ep=2, sequence_parallel=True)),
     ("moe", 4, Topology(pp=2, ep=2)),
     ("mla", 2, Topology(ep=2)),
+    ("mla_wide", 2, Topology(ep=2)),
 ]
 
 
