@@ -15,24 +15,20 @@ from hp_muon_plugin.muon.reference import ReferenceAdamW, ReferenceMuon
 from muon.small_models import model_of, set_grads, single
 
 
-@pytest.mark.parametrize("momentum_dtype", ["float32", "bfloat16"])
-def test_momentum_of_a_group_counts(momentum_dtype: str) -> None:
+# seen: 7.4e-8 and, with 8 bits of momentum, 1.1e-4; a wrong momentum in one step is 6e-3
+@pytest.mark.parametrize(("momentum_dtype", "tolerance"), [("float32", 2e-6), ("bfloat16", 1e-3)])
+def test_momentum_of_a_group_counts(momentum_dtype: str, tolerance: float) -> None:
     """``group["momentum"]`` was written and never read, so a momentum warm-up had no effect."""
-    options = {"clip_grad": 0.0, "momentum_dtype": momentum_dtype}
-    models = [model_of(torch.nn.Linear(12, 30), torch.nn.Linear(30, 8)) for _ in range(3)]
-    built, scheduled, plain = (
-        build_optimizer(model, momentum=momentum, **options)
-        for model, momentum in zip(models, (0.5, 0.95, 0.95), strict=True)
-    )
-    for group in scheduled.param_groups:
-        if group["algorithm"] == "muon":
-            group["momentum"] = 0.5
-    for step in range(3):
-        for model, optimizer in zip(models, (built, scheduled, plain), strict=True):
-            set_grads(model, step)
-            optimizer.step()
-    assert torch.equal(models[0][0].weight, models[1][0].weight)
-    assert not torch.equal(models[0][0].weight, models[2][0].weight)
+    param, optimizer = single((12, 30), lr=0.1, momentum_dtype=momentum_dtype)
+    rule = ReferenceMuon(optimizer.specs[param].view, optimizer.plan.coefficients)
+    wanted = param.detach().double()
+    for step, momentum in enumerate((0.5, 0.8, 0.95)):
+        (group,) = optimizer.param_groups
+        group["momentum"] = rule.momentum = momentum
+        param.grad = torch.randn(12, 30, generator=torch.Generator().manual_seed(step))
+        wanted = rule.step(wanted, param.grad, lr=0.1, weight_decay=group["weight_decay"])
+        optimizer.step()
+    assert float((param.detach() - wanted).norm() / wanted.norm()) < tolerance
 
 
 def test_twenty_steps_equal_the_float64_reference() -> None:
