@@ -37,6 +37,9 @@ _CLASSES = (
 )
 _UNKNOWN_KEY = re.compile(r"Key '([^']+)' (?:is )?not in '([^']+)'")
 _UNKNOWN_CHOICE = re.compile(r"Could not find '([^']+)/([^/']+)'")
+_NO_VALUE = re.compile(r"Error parsing override '([^']+)'\s+missing EQUAL")
+_COMMAS = re.compile(r"Ambiguous value for argument '([^'=]+)=([^']+)'")
+_ABSENT_PART = re.compile(r"\+{0,2}(model\.(moe|mla))[.=]")
 
 
 def explain(error: BaseException, overrides: list[str]) -> str:
@@ -56,6 +59,16 @@ def explain(error: BaseException, overrides: list[str]) -> str:
     choice = _UNKNOWN_CHOICE.search(text)
     if choice:
         return _unknown_choice(choice[1], choice[2], text)
+    word = _NO_VALUE.search(text)
+    if word:
+        return f"{word[1]}: is no option with a value\n  fix: write option=value, e.g. run.steps=100"
+    commas = _COMMAS.search(text)
+    if commas:
+        return _commas(commas[1], commas[2])
+    if "NoneType" in text:  # OmegaConf's, for a part of the model that is null
+        written = [found for found in map(_ABSENT_PART.match, overrides) if found]
+        if written:
+            return _absent_part(written[0])
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     kept = [line for line in lines if not line.startswith(("full_key:", "object_type=", "reference_type="))]
     return "\n".join(dict.fromkeys(kept)) + "\n  fix: `hp-muon train --cfg job` prints every option with its value"
@@ -80,6 +93,23 @@ def _unknown_key(key: str, owner: str, overrides: list[str]) -> str:
     else:
         fix = f"options there are: {', '.join(names)}" if names else "`hp-muon train --cfg job` prints every option"
     return f"{written}: there is no such option\n  fix: {fix}"
+
+
+def _commas(option: str, value: str) -> str:
+    return (
+        f"{option}={value}: has commas, which make a list, a text or several runs\n"
+        f"  fix: write '{option}=\"{value}\"' for a text, {option}=[{value}] for a list, "
+        "or add -m to run each of them"
+    )
+
+
+def _absent_part(found: re.Match[str]) -> str:
+    part, name = found[1], found[2]
+    return (
+        f"{found.string}: the chosen model has no {part}, so nothing in it can be set\n"
+        f"  fix: start from a model that has it, model=tiny_{name}, and set its options "
+        f"({part}=null takes it out again)"
+    )
 
 
 def _unknown_choice(group: str, name: str, text: str) -> str:

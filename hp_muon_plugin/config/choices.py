@@ -106,6 +106,12 @@ class DataKind(StrEnum):
     megatron = "megatron"
 
 
+class DataParallelName(StrEnum):
+    """How gradients are averaged over data-parallel ranks: megatron-core's own wrapper."""
+
+    megatron_ddp = "megatron_ddp"
+
+
 class DispatcherType(StrEnum):
     """megatron-core's MoE token dispatchers that run on every platform."""
 

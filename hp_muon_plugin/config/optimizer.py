@@ -11,19 +11,20 @@ from hp_muon_plugin.config.choices import (
     Schedule,
     TensorParallelMode,
 )
+from hp_muon_plugin.config.ranges import number, numbers
 
 
 @dataclass
 class ScalarAdamW:
     """AdamW for everything that Muon does not take: embeddings, output, router, norms, biases."""
 
-    lr: float | None = None
+    lr: float | None = number(None, above=0, example=3e-3)
     """Learning rate; null means ``optimizer.lr``, which is right with scale=match_rms_adamw only."""
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    betas: list[float] = numbers([0.9, 0.95], least=0, below=1)
     """Decay rates of the first and second moment."""
-    eps: float = 1e-8
+    eps: float = number(1e-8, above=0)
     """Added to the root of the second moment."""
-    weight_decay: float | None = None
+    weight_decay: float | None = number(None, least=0, example=0.1)
     """Decoupled weight decay; null means ``optimizer.weight_decay``. Norms and biases: always 0."""
 
 
@@ -35,26 +36,27 @@ class HpMuon:
     """For hosts that use ``hydra.utils.instantiate(cfg.optimizer, params=model.named_parameters())``."""
     name: str = "hp_muon"
     """Name by which trainers and checkpoints know this optimizer."""
-    lr: float = 5e-3
+    lr: float = number(5e-3, above=0)
     """Peak learning rate of the Muon matrices."""
-    momentum: float = 0.95
+    momentum: float = number(0.95, least=0, below=1)
     """Decay of the moving average ``m = momentum * m + (1 - momentum) * grad``."""
     nesterov: bool = True
     """Use ``momentum * m + (1 - momentum) * grad`` instead of ``m``."""
-    weight_decay: float = 0.1
+    weight_decay: float = number(0.1, least=0)
     """Decoupled: each step multiplies the weight by ``1 - lr * weight_decay``, whatever its shape."""
     scale: ScaleMode = ScaleMode.match_rms_adamw
     """Scale of the orthogonal update, from the logical shape of the matrix."""
-    scale_factor: float = 1.0
+    scale_factor: float = number(1.0, above=0)
     """Extra factor on top of ``scale``."""
     schedule: Schedule = Schedule.keller
     """Newton-Schulz coefficients by name."""
-    steps: int | None = None
+    steps: int | None = number(None, least=1, most=100, example=5)
     """Newton-Schulz steps; null means as many as the schedule is made for."""
-    coefficients: list[list[float]] | None = None
+    coefficients: list[list[float]] | None = number(None, example="[[3.4445,-4.775,2.0315]]")
     """Rows ``[a, b, c]`` for ``schedule=custom``."""
     ns_dtype: FloatDtype | None = None
-    """Type that Newton-Schulz computes in; null lets the table of algorithms choose (float32 on CPU)."""
+    """Type that Newton-Schulz computes in; null lets the table of algorithms choose: float32 on CPU and for
+    matrices with a short side up to 256, float16 above that on CUDA and NPU."""
     ns_table: str | None = None
     """File of measured algorithms, from ``hp-muon bench newton-schulz --calibrate``; null for the built-in table."""
     momentum_dtype: FloatDtype = FloatDtype.float32
@@ -71,7 +73,7 @@ class HpMuon:
     """Shell patterns of parameter names that Muon takes although their role says AdamW."""
     adamw_params: list[str] = field(default_factory=list)
     """Shell patterns of parameter names that AdamW takes although their role says Muon."""
-    clip_grad: float = 1.0
+    clip_grad: float = number(1.0, least=0)
     """Largest global gradient norm; larger gradients are scaled down in place, as Megatron does. 0 turns it off.
 
     An application whose trainer clips already at this norm or a smaller one trains as before; one that clips
@@ -95,13 +97,13 @@ class AdamW:
     """For hosts that use ``hydra.utils.instantiate(cfg.optimizer, params=model.named_parameters())``."""
     name: str = "adamw"
     """Name by which our trainer knows this optimizer."""
-    lr: float = 3e-3
+    lr: float = number(3e-3, above=0)
     """Peak learning rate."""
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    betas: list[float] = numbers([0.9, 0.95], least=0, below=1)
     """Decay rates of the first and second moment."""
-    eps: float = 1e-8
+    eps: float = number(1e-8, above=0)
     """Added to the root of the second moment."""
-    weight_decay: float = 0.1
+    weight_decay: float = number(0.1, least=0)
     """Decoupled weight decay; norms and biases: always 0."""
-    clip_grad: float = 1.0
+    clip_grad: float = number(1.0, least=0)
     """Largest global gradient norm, as for hp_muon; 0 turns clipping off."""

@@ -3,22 +3,30 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from hp_muon_plugin.config.choices import DataKind, Decay, DispatcherType, PlatformName, Precision
+from hp_muon_plugin.config.choices import (
+    DataKind,
+    DataParallelName,
+    Decay,
+    DispatcherType,
+    PlatformName,
+    Precision,
+)
+from hp_muon_plugin.config.ranges import number
 
 
 @dataclass
 class MoE:
     """Mixture of experts in every transformer layer."""
 
-    num_experts: int = 8
+    num_experts: int = number(8, least=1)
     """Experts per layer, over all ranks."""
-    top_k: int = 2
+    top_k: int = number(2, least=1)
     """Experts that each token visits."""
-    ffn_hidden_size: int = 128
+    ffn_hidden_size: int = number(128, least=1)
     """Hidden size of one expert."""
-    shared_ffn_hidden_size: int | None = None
+    shared_ffn_hidden_size: int | None = number(None, least=1, example=128)
     """Hidden size of a shared expert that every token visits; null for none."""
-    aux_loss_coeff: float = 1e-2
+    aux_loss_coeff: float = number(1e-2, least=0)
     """Weight of the load-balancing loss."""
     grouped_gemm: bool = False
     """Ask megatron-core for its grouped expert layer (needs its kernels; not on CPU)."""
@@ -30,15 +38,15 @@ class MoE:
 class MLA:
     """Multi-latent attention, as in DeepSeek-V2."""
 
-    q_lora_rank: int | None = 32
+    q_lora_rank: int | None = number(32, least=1)
     """Rank of the query projection; null for a plain query projection."""
-    kv_lora_rank: int = 16
+    kv_lora_rank: int = number(16, least=1)
     """Rank of the joint key and value projection."""
-    qk_head_dim: int = 16
+    qk_head_dim: int = number(16, least=1)
     """Size per head of the part of q and k without position."""
-    qk_pos_emb_head_dim: int = 8
+    qk_pos_emb_head_dim: int = number(8, least=2)
     """Size per head of the rotary part of q and k."""
-    v_head_dim: int = 16
+    v_head_dim: int = number(16, least=1)
     """Size per head of v."""
 
 
@@ -48,27 +56,27 @@ class Model:
 
     name: str = "tiny"
     """Name in logs."""
-    num_layers: int = 4
+    num_layers: int = number(4, least=1)
     """Transformer layers over all pipeline stages."""
-    hidden_size: int = 128
+    hidden_size: int = number(128, least=1)
     """Width of the residual stream."""
-    num_attention_heads: int = 4
+    num_attention_heads: int = number(4, least=1)
     """Query heads."""
-    num_query_groups: int = 2
-    """Key and value heads (grouped-query attention)."""
-    ffn_hidden_size: int = 352
+    num_query_groups: int = number(2, least=1)
+    """Key and value heads (grouped-query attention; multi-latent attention has none)."""
+    ffn_hidden_size: int = number(352, least=1)
     """Hidden size of the gated MLP of dense layers."""
-    seq_length: int = 128
+    seq_length: int = number(128, least=1)
     """Tokens per sample."""
     qk_layernorm: bool = False
     """Normalise queries and keys."""
     tie_embeddings: bool = False
     """Use the word embedding as output layer."""
-    rotary_base: int = 10000
+    rotary_base: int = number(10000, above=1)
     """Base of the rotary frequencies."""
-    init_std: float = 0.02
+    init_std: float = number(0.02, above=0)
     """Standard deviation of the initial weights."""
-    vocab_multiple: int = 64
+    vocab_multiple: int = number(64, least=1)
     """The vocabulary is padded to a multiple of this times ``topology.tp``."""
     moe: MoE | None = None
     """Mixture of experts; null for a dense model."""
@@ -84,10 +92,15 @@ class Data:
     """``pydoc`` builds a byte-level dataset from the text that CPython ships; ``megatron`` reads yours."""
     path: str | None = None
     """Prefix of your ``.bin`` and ``.idx`` files, without the ending."""
-    vocab_size: int | None = None
+    vocab_size: int | None = number(None, least=1, example=32000)
     """Number of token ids in your dataset, before padding. Known for ``pydoc``."""
-    eod_id: int | None = None
-    """Token id that ends a document; null takes the last id of the vocabulary."""
+    eod_id: int | None = number(None, least=0, example=0)
+    """Token id that ends a document, for the next two; null takes the last id of the vocabulary."""
+    eod_mask_loss: bool = False
+    """Do not count the loss of the token after the end of a document (Megatron's option of this name)."""
+    reset_attention_mask: bool = False
+    """Let tokens attend to their own document only (Megatron's option of this name). Positions are relative
+    under RoPE, so that Megatron's ``reset_position_ids`` would change nothing and is not here."""
     split: str = "90,10,0"
     """Shares of train, validation (held out) and test."""
     cache_dir: str = "outputs/data"
@@ -98,21 +111,21 @@ class Data:
 class Topology:
     """Ranks and how the model is spread over them."""
 
-    ranks: int | None = None
+    ranks: int | None = number(None, least=1, example=2)
     """Ranks that ``hp-muon train`` starts on this machine. Under torchrun: null, or the world size."""
-    tp: int = 1
+    tp: int = number(1, least=1)
     """Tensor-parallel ranks."""
-    pp: int = 1
+    pp: int = number(1, least=1)
     """Pipeline-parallel stages."""
-    ep: int = 1
+    ep: int = number(1, least=1)
     """Expert-parallel ranks."""
-    etp: int = 1
+    etp: int = number(1, least=1)
     """Tensor-parallel ranks inside an expert."""
     sequence_parallel: bool = False
     """Split activations of norms over the tensor-parallel ranks (needs tp > 1)."""
-    timeout_s: float = 600.0
+    timeout_s: float = number(600.0, above=0, most=1e7)
     """Seconds after which a collective that a rank does not join is an error."""
-    threads: int = 1
+    threads: int = number(1, least=1, most=1024)
     """CPU threads per rank."""
 
 
@@ -120,14 +133,14 @@ class Topology:
 class DataParallel:
     """How gradients are averaged over data-parallel ranks."""
 
-    name: str = "megatron_ddp"
+    name: DataParallelName = DataParallelName.megatron_ddp
     """Which wrapper."""
     overlap_grad_reduce: bool = False
     """Reduce gradients while the backward pass runs."""
     grad_reduce_in_fp32: bool = True
     """Add up gradients in float32 under bf16 training."""
-    bucket_size: int | None = None
-    """Elements per reduction; null lets Megatron choose."""
+    bucket_size: int | None = number(None, least=1, example=40000000)
+    """Elements per reduction under ``overlap_grad_reduce``; null lets Megatron choose."""
 
 
 @dataclass
@@ -158,12 +171,12 @@ class Logger:
 class LrSchedule:
     """Learning-rate schedule, the same for every parameter group."""
 
-    warmup_steps: int = 20
+    warmup_steps: int = number(20, least=0)
     """Steps of linear warm-up from 0."""
     decay: Decay = Decay.cosine
     """Shape of the decay after warm-up."""
-    min_ratio: float = 0.1
-    """Final learning rate as a share of the peak."""
+    min_ratio: float = number(0.1, least=0, most=1)
+    """Final learning rate as a share of the peak; ``decay=constant`` stays at the peak."""
 
 
 @dataclass
@@ -174,19 +187,19 @@ class Run:
     """Name of the run; its files go to ``run.dir``."""
     dir: str = "outputs/${run.name}"
     """Folder of logs and metrics."""
-    steps: int = 200
+    steps: int = number(200, least=1)
     """Optimizer steps."""
-    seed: int = 1234
+    seed: int = number(1234, least=0, most=2**32 - 1)
     """Seed of weights and data order."""
-    micro_batch_size: int = 8
+    micro_batch_size: int = number(4, least=1)
     """Samples per rank and forward pass."""
-    global_batch_size: int = 32
+    global_batch_size: int = number(32, least=1)
     """Samples per optimizer step over all ranks."""
-    log_interval: int = 10
+    log_interval: int = number(10, least=1)
     """Steps between lines of the log (the progress bar moves at every step)."""
-    eval_interval: int = 100
+    eval_interval: int = number(100, least=1)
     """Steps between evaluations on held-out text; the last step is always followed by one."""
-    eval_batches: int = 4
+    eval_batches: int = number(4, least=1)
     """Global batches of held-out text per evaluation."""
     canonical_init: bool = False
     """Same initial weights whatever the parallel layout (slower start; for comparing layouts)."""

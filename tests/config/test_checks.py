@@ -7,8 +7,11 @@ from hp_muon_plugin.config.checks import check_optimizer, check_train
 from hp_muon_plugin.config.choices import DataKind, Precision, ScaleMode, Schedule
 from hp_muon_plugin.config.optimizer import AdamW, HpMuon
 from hp_muon_plugin.config.options import from_options
-from hp_muon_plugin.config.trainer import MoE, Train
+from hp_muon_plugin.config.trainer import MLA, MoE, Train
 from hp_muon_plugin.errors import ConfigError, ConfigErrors
+
+MEGATRON = {"data__kind": DataKind.megatron, "data__path": "x", "data__vocab_size": 9}
+TP2 = {"topology__tp": 2, "topology__sequence_parallel": True}
 
 
 def config() -> Train:
@@ -72,6 +75,19 @@ def test_the_defaults_are_valid() -> None:
         ({"data__split": "90,10"}, "data.split"),
         ({"data__split": "90,0,10"}, "data.split"),
         ({"data__split": "a,b,c"}, "data.split"),
+        ({"data__split": "inf,1,0"}, "data.split"),
+        ({"data__path": "/mine"}, "data.path"),
+        ({"data__path": "/mine", "data__vocab_size": 5}, "data.path"),
+        ({"data__vocab_size": 5}, "data.vocab_size"),
+        ({"data__eod_id": 5}, "data.eod_id"),
+        ({"data__cache_dir": ""}, "data.cache_dir"),
+        ({**MEGATRON, "data__eod_id": 9, "data__eod_mask_loss": True}, "data.eod_id"),
+        ({**MEGATRON, "data__eod_id": 3}, "data.eod_id"),
+        ({"dp__bucket_size": 1000}, "dp.bucket_size"),
+        ({"run__name": ""}, "run.name"),
+        ({"run__dir": " "}, "run.dir"),
+        ({"model__hidden_size": 20}, "model.hidden_size"),
+        ({"model__mla": MLA(qk_pos_emb_head_dim=5)}, "model.mla.qk_pos_emb_head_dim"),
         ({"data__kind": DataKind.megatron}, "data.path"),
         ({"data__kind": DataKind.megatron, "data__path": "x.bin", "data__vocab_size": 3}, "data.path"),
         ({"platform__precision": Precision.fp16}, "platform.precision"),
@@ -91,6 +107,10 @@ def test_a_wrong_value_is_named_with_a_fix(values: dict[str, Any], option: str) 
         ({"model__moe__ffn_hidden_size": 63, "topology__etp": 2}, "model.moe.ffn_hidden_size"),
         ({"topology__tp": 2}, "topology.sequence_parallel"),
         ({"topology__ep": 8}, "topology.ep"),
+        ({**TP2, "model__moe__shared_ffn_hidden_size": 33}, "model.moe.shared_ffn_hidden_size"),
+        ({"model__moe__shared_ffn_hidden_size": 0}, "model.moe.shared_ffn_hidden_size"),
+        ({"model__moe__ffn_hidden_size": 0}, "model.moe.ffn_hidden_size"),
+        ({"model__moe__aux_loss_coeff": -1.0}, "model.moe.aux_loss_coeff"),
     ],
 )
 def test_experts_are_checked_against_the_ranks(values: dict[str, Any], option: str) -> None:
@@ -105,6 +125,18 @@ def test_experts_are_checked_against_the_ranks(values: dict[str, Any], option: s
         setattr(node, name, value)
     assert errors_of(train) == []
     assert option in [error.option for error in errors_of(base)]
+
+
+def test_options_that_work_together_are_accepted() -> None:
+    assert errors_of(changed(dp__bucket_size=1000, dp__overlap_grad_reduce=True)) == []
+    assert errors_of(changed(data__eod_mask_loss=True, data__reset_attention_mask=True)) == []
+    assert errors_of(changed(model__mla=MLA(), model__num_query_groups=3)) == []  # it has none
+
+
+def test_eight_ranks_share_the_default_batch() -> None:
+    """README: `hp-muon train --dry-run topology.ranks=8 topology.ep=8` was refused."""
+    train = changed(model__moe=MoE(), topology__ep=8)
+    assert errors_of(train, world_size=8) == []
 
 
 def test_all_errors_come_together() -> None:
