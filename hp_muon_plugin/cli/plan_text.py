@@ -1,7 +1,6 @@
 """What ``run.dry=true`` prints: ranks, batches, routing, and the Muon step of the busiest rank."""
 
 from hp_muon_plugin.config.checks import data_parallel_size
-from hp_muon_plugin.config.choices import DataKind
 from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.config.trainer import Train
 from hp_muon_plugin.layout.spec import ParamSpec
@@ -9,8 +8,7 @@ from hp_muon_plugin.models.gpt_specs import gpt_specs, padded_vocab_size, stage_
 from hp_muon_plugin.muon.plan import MuonPlan, build_plan
 from hp_muon_plugin.muon.routing import Algorithm, route_parameters
 from hp_muon_plugin.muon.table import format_table, table_rows
-
-_PYDOC_VOCAB = 257
+from hp_muon_plugin.train.text import vocabulary_size
 
 
 def plan_text(config: Train, world_size: int) -> str:
@@ -28,8 +26,7 @@ def plan_text(config: Train, world_size: int) -> str:
     edp = world_size // (topology.ep * topology.etp * topology.pp)
     micro = run.global_batch_size // (run.micro_batch_size * dp)
     options = config.optimizer if isinstance(config.optimizer, HpMuon) else HpMuon()
-    vocab = config.data.vocab_size or _PYDOC_VOCAB
-    assert config.data.kind is DataKind.pydoc or config.data.vocab_size is not None
+    vocab = vocabulary_size(config.data)
     padded = padded_vocab_size(vocab, config.model, topology)
     specs = gpt_specs(config.model, topology, padded, options)
     tokens = run.global_batch_size * config.model.seq_length

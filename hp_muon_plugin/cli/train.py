@@ -17,9 +17,11 @@ from hp_muon_plugin.config.trainer import Train
 from hp_muon_plugin.errors import ConfigError, ConfigErrors, raise_all
 from hp_muon_plugin.megatron.lane_checks import check_lane
 from hp_muon_plugin.muon.coefficients import resolve_schedule
-from hp_muon_plugin.train.index_file import check_index, check_parts
+from hp_muon_plugin.train.index_file import check_index
 from hp_muon_plugin.train.launch import INTERRUPTED_EXIT, Interrupted, launch_ranks
 from hp_muon_plugin.train.metrics import check_logger
+from hp_muon_plugin.train.text import vocabulary_size
+from hp_muon_plugin.train.token_checks import check_parts, check_vocabulary
 
 _DRY_RUN = {"--dry-run": "run.dry=true"}
 
@@ -108,7 +110,8 @@ def _check(config: Train, world_size: int) -> None:
         check_lane(config)
     if config.data.kind is DataKind.megatron and config.data.path is not None:
         file = check_index(config.data.path)
-        check_parts(file, config.data.split, config.model.seq_length)
+        check_vocabulary(file, vocabulary_size(config.data))
+        check_parts(file.lengths, config.data.split, config.model.seq_length)
 
 
 def _shown(path: Path) -> str:

@@ -1,29 +1,25 @@
 """Batches from Megatron datasets, through megatron-core's own dataset classes."""
 
-import logging
+import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
 from hp_muon_plugin.config.choices import DataKind
+from hp_muon_plugin.config.data_checks import split_shares
 from hp_muon_plugin.config.trainer import Train
-from hp_muon_plugin.train.index_file import check_index, check_parts, check_vocabulary
-from hp_muon_plugin.train.text import (
-    END_OF_DOCUMENT,
-    VOCAB_SIZE,
-    ByteTokenizer,
-    build_pydoc_dataset,
-    unigram_entropy,
-)
+from hp_muon_plugin.errors import DataError
+from hp_muon_plugin.train.index_file import TokenFile, check_index
+from hp_muon_plugin.train.text import ByteTokenizer, build_pydoc_dataset, unigram_entropy, vocabulary_size
+from hp_muon_plugin.train.token_checks import CHECKED_TOKENS, check_ids, check_parts, check_vocabulary
 
-logger = logging.getLogger(__name__)
-_ENTROPY_TOKENS = 4_000_000
+_HASHED_SEQUENCES = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +31,14 @@ class Batch:
         labels: ``(B, S)`` int64, the next tokens.
         loss_mask: ``(B, S)`` float32, 0 where a token does not count.
         position_ids: ``(B, S)`` int64.
+        attention_mask: ``(B, 1, S, S)`` bool, True where a token must not look; None for the plain causal mask.
     """
 
     tokens: torch.Tensor
     labels: torch.Tensor
     loss_mask: torch.Tensor
     position_ids: torch.Tensor
+    attention_mask: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,17 +73,28 @@ def load_data(config: Train) -> TrainingData:
         DataError: If a file is missing or damaged.
         ConfigError: If a part of the text is too small for one sample, or the vocabulary for it.
     """
-    prefix, tokenizer = _source(config)
+    prefix, vocab_size = dataset_prefix(config), vocabulary_size(config.data)
     file = check_index(prefix)
-    check_parts(file, config.data.split, config.model.seq_length)
-    check_vocabulary(file, tokenizer.vocab_size, first=_ENTROPY_TOKENS)
-    run = config.run
-    samples = [run.steps * run.global_batch_size, run.eval_batches * run.global_batch_size, 0]
-    dataset_config = _dataset_config(config, prefix, tokenizer)
-    builder = BlendedMegatronDatasetBuilder(GPTDataset, samples, lambda: True, dataset_config)
-    train, held_out, _ = builder.build()
-    entropy = unigram_entropy(file.first_tokens(_ENTROPY_TOKENS))
-    return TrainingData(train, held_out, tokenizer.vocab_size, file.num_tokens, entropy)
+    check_parts(file.lengths, config.data.split, config.model.seq_length)
+    check_vocabulary(file, vocab_size)
+    train, held_out = _built(config, prefix, _cache_folder(config, file))
+    entropy = unigram_entropy(file.first_tokens(CHECKED_TOKENS))
+    return TrainingData(train, held_out, vocab_size, file.num_tokens, entropy)
+
+
+def dataset_prefix(config: Train) -> str:
+    """Where the dataset lies; the built-in text is written first if it is not there.
+
+    Args:
+        config: Checked options.
+
+    Returns:
+        Prefix of the ``.bin`` and ``.idx`` files.
+    """
+    if config.data.kind is DataKind.pydoc:
+        return build_pydoc_dataset(config.data.cache_dir)
+    assert config.data.path is not None
+    return config.data.path
 
 
 def micro_batches(
@@ -107,44 +116,66 @@ def micro_batches(
 
     Yields:
         Batches.
+
+    Raises:
+        DataError: If a token id is negative.
+        ConfigError: If one is outside the vocabulary.
     """
-    size, sample = config.run.micro_batch_size, first_sample
+    size, sample, vocab_size = config.run.micro_batch_size, first_sample, vocabulary_size(config.data)
     while True:
         mine = range(sample + dp_rank * size, sample + (dp_rank + 1) * size)
         items = [dataset[index % len(dataset)] for index in mine]
-        yield Batch(*(_stacked(items, field.name).to(device) for field in fields(Batch)))
+        batch = {name: torch.stack([torch.as_tensor(item[name]) for item in items]) for name in items[0]}
+        _check_batch(batch, vocab_size, config, mine)
+        yield Batch(**{name: tensor.to(device) for name, tensor in batch.items()})
         sample += size * dp_size
 
 
-def _stacked(items: list[dict[str, torch.Tensor]], name: str) -> torch.Tensor:
-    return torch.stack([torch.as_tensor(item[name]) for item in items])
+def _check_batch(batch: dict[str, torch.Tensor], vocab_size: int, config: Train, samples: range) -> None:
+    """Tensor-parallel embeddings take an id outside the vocabulary for another rank's, and say nothing.
+
+    The tensors are on the CPU, so reading their extremes waits for no device.
+    """
+    smallest = min(int(batch[name].min()) for name in ("tokens", "labels"))
+    largest = max(int(batch[name].max()) for name in ("tokens", "labels"))
+    where = f"{config.data.path}.bin (in samples {samples.start} to {samples.stop - 1})"
+    check_ids(smallest, largest, vocab_size, where=where)
 
 
-def _source(config: Train) -> tuple[str, ByteTokenizer]:
-    data = config.data
-    if data.kind is DataKind.megatron:
-        assert data.path is not None
-        assert data.vocab_size is not None
-        eod = data.vocab_size - 1 if data.eod_id is None else data.eod_id
-        return data.path, ByteTokenizer(data.vocab_size, eod)
-    # rank 0 writes the files; the others wait, then find them
-    if dist.get_rank() == 0:
-        build_pydoc_dataset(data.cache_dir)
-    dist.barrier()
-    return build_pydoc_dataset(data.cache_dir), ByteTokenizer(VOCAB_SIZE, END_OF_DOCUMENT)
+def _built(config: Train, prefix: str, cache: Path) -> tuple[Any, Any]:
+    """Training and held-out samples from megatron-core's builder, which keeps its shuffled indices in ``cache``."""
+    run = config.run
+    samples = [run.steps * run.global_batch_size, run.eval_batches * run.global_batch_size, 0]
+    dataset_config = _dataset_config(config, prefix, cache)
+    builder = BlendedMegatronDatasetBuilder(GPTDataset, samples, lambda: True, dataset_config)
+    try:
+        train, held_out, _ = builder.build()
+    except (OSError, ValueError, EOFError) as error:  # numpy's, from a cached file that was cut off
+        raise DataError(
+            f"Megatron's shuffled indices in {cache} cannot be used ({type(error).__name__}: {error})\n"
+            "  fix: delete that folder; it is made again"
+        ) from error
+    return train, held_out
 
 
-def _dataset_config(config: Train, prefix: str, tokenizer: ByteTokenizer) -> GPTDatasetConfig:
-    cache = Path(config.data.cache_dir) / "index"
+def _cache_folder(config: Train, file: TokenFile) -> Path:
+    """One folder per content: Megatron tells cached indices apart by path alone, and files get rewritten."""
+    digest = zlib.crc32(file.lengths[:_HASHED_SEQUENCES].tobytes())
+    return Path(config.data.cache_dir) / "index" / f"{len(file.lengths)}-{file.num_tokens}-{digest:08x}"
+
+
+def _dataset_config(config: Train, prefix: str, cache: Path) -> GPTDatasetConfig:
+    data, vocab_size = config.data, vocabulary_size(config.data)
+    eod = vocab_size - 1 if data.eod_id is None else data.eod_id
     return GPTDatasetConfig(
         random_seed=config.run.seed,
         sequence_length=config.model.seq_length,
         blend=([prefix], None),
-        split=config.data.split,
+        split=",".join(f"{Decimal(share):f}" for share in split_shares(data.split)),  # it reads digits and dots only
         path_to_cache=str(cache),
-        tokenizer=tokenizer,
+        tokenizer=ByteTokenizer(vocab_size, eod),
         reset_position_ids=False,
-        reset_attention_mask=False,
-        eod_mask_loss=False,
-        create_attention_mask=False,
+        reset_attention_mask=data.reset_attention_mask,
+        eod_mask_loss=data.eod_mask_loss,
+        create_attention_mask=data.reset_attention_mask,
     )

@@ -1,22 +1,29 @@
-"""Checking a Megatron ``.bin``/``.idx`` pair before training starts.
+"""Megatron's ``.bin``/``.idx`` pairs: checking one before training starts, and writing one.
 
 megatron-core reads the index with memory maps and few checks: a truncated file is a crash in the
 middle of a run, or silent garbage. The format: 9 bytes magic, 8 bytes version (1), 1 byte type
-code, 8 bytes number of sequences, 8 bytes number of documents, then int32 lengths, int64 pointers
-and int64 document indices, all little endian.
+code, 8 bytes number of sequences, 8 bytes number of document indices, then int32 lengths, int64
+pointers (bytes) and int64 document indices (sequences, from 0 to their number), all little endian.
+Whoever writes one puts the sequences one after the other, so the pointers follow from the lengths.
 """
 
+import os
+import secrets
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from hp_muon_plugin.errors import ConfigError, DataError
+from hp_muon_plugin.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 _TOKEN_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # megatron-core's integer type codes
+_UINT16 = 8
+_REWRITE = "write the dataset again with Megatron's tools/preprocess_data.py"
+_CHUNK = 1 << 20  # sequences looked at together: an index of 100 million takes 8 MiB at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +58,7 @@ class TokenFile:
 
 
 def check_index(prefix: str) -> TokenFile:
-    """Check that an index is whole and fits its data file.
+    """Check that an index is whole, agrees with itself and fits its data file.
 
     Args:
         prefix: Path without ``.bin`` and ``.idx``.
@@ -63,7 +70,7 @@ def check_index(prefix: str) -> TokenFile:
         DataError: Naming the file, what is wrong with it, and the fix.
     """
     index, data = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
-    size = index.stat().st_size
+    size, data_size = _readable_size(index), _readable_size(data)
     if size < _HEADER.size:
         raise _damaged(index, f"it has {size} bytes, and the header alone has {_HEADER.size}")
     with index.open("rb") as stream:
@@ -79,65 +86,86 @@ def check_index(prefix: str) -> TokenFile:
         raise _damaged(index, "it holds no document")
     lengths = np.memmap(index, "<i4", "r", _HEADER.size, (sequences,))
     pointers = np.memmap(index, "<i8", "r", _HEADER.size + 4 * sequences, (sequences,))
-    if int(lengths.min()) < 0 or int(pointers.min()) < 0:
-        raise _damaged(index, "it has negative lengths or offsets")
-    ends = pointers + lengths.astype(np.int64) * np.dtype(_TOKEN_TYPES[code]).itemsize
-    if int(ends.max()) > data.stat().st_size:
-        raise _damaged(data, f"it has {data.stat().st_size} bytes, and its index points up to byte {int(ends.max())}")
+    starts = np.memmap(index, "<i8", "r", _HEADER.size + 12 * sequences, (documents,))
+    end = _check_pointers(index, lengths, pointers, np.dtype(_TOKEN_TYPES[code]).itemsize)
+    _check_documents(index, starts, sequences)
+    if end != data_size:
+        raise _damaged(data, f"it has {data_size} bytes, and its index describes {end}")
     return TokenFile(data, lengths, _TOKEN_TYPES[code])
 
 
-def check_parts(file: TokenFile, split: str, seq_length: int) -> None:
-    """Check that the training and the held-out part hold at least one sample each.
-
-    megatron-core divides the sequences, not the tokens, and looks for samples in too small a part
-    without end.
-
-    Args:
-        file: A checked dataset.
-        split: Three shares, as ``data.split``.
-        seq_length: Tokens per sample.
-
-    Raises:
-        ConfigError: Naming the part that is too small.
-    """
-    shares = [float(share) for share in split.split(",")]
-    bounds = [sum(shares[:i]) / sum(shares) for i in range(4)]
-    places = [round(bound * len(file.lengths)) for bound in bounds]
-    for part, name in enumerate(("training", "held-out")):
-        tokens = int(file.lengths[places[part] : places[part + 1]].sum(dtype=np.int64))
-        if tokens < seq_length + 1:
-            raise ConfigError(
-                "data.split",
-                split,
-                f"the {name} part has {places[part + 1] - places[part]} of {len(file.lengths)} sequences with "
-                f"{tokens} tokens, and one sample has model.seq_length + 1 = {seq_length + 1}",
-                'give it a larger share, e.g. data.split="90,10,0", or choose a smaller model.seq_length',
+def _check_pointers(index: Path, lengths: np.ndarray, pointers: np.ndarray, token_bytes: int) -> int:
+    """Every sequence begins where the one before it ends; returns where the last one ends."""
+    end = 0
+    for first in range(0, len(lengths), _CHUNK):
+        sizes = lengths[first : first + _CHUNK].astype(np.int64) * token_bytes
+        if int(sizes.min()) < 0:
+            raise _damaged(index, f"sequence {first + int(sizes.argmin())} has a negative length")
+        begins = end + np.cumsum(sizes) - sizes
+        wrong = np.flatnonzero(pointers[first : first + _CHUNK] != begins)
+        if wrong.size:
+            place = int(wrong[0])
+            raise _damaged(
+                index,
+                f"sequence {first + place} is said to begin at byte {int(pointers[first + place])}, and the ones "
+                f"before it end at byte {int(begins[place])}",
             )
+        end = int(begins[-1] + sizes[-1])
+    return end
 
 
-def check_vocabulary(file: TokenFile, vocab_size: int, *, first: int) -> None:
-    """Check that token ids are smaller than the vocabulary.
-
-    Args:
-        file: A checked dataset.
-        vocab_size: Number of token ids.
-        first: How many tokens to look at.
-
-    Raises:
-        ConfigError: If an id is too large.
-    """
-    tokens = file.first_tokens(first)
-    if tokens.size and int(tokens.max()) >= vocab_size:
-        raise ConfigError(
-            "data.vocab_size",
-            vocab_size,
-            f"{file.path} holds token id {int(tokens.max())}",
-            f"data.vocab_size={int(tokens.max()) + 1} or more: the size of the tokenizer's vocabulary",
+def _check_documents(index: Path, starts: np.ndarray, sequences: int) -> None:
+    if int(starts[0]) != 0 or int(starts[-1]) != sequences or bool((np.diff(starts) < 0).any()):
+        raise _damaged(
+            index,
+            f"its document indices go from {int(starts[0])} to {int(starts[-1])}, and they must rise "
+            f"from 0 to the number of sequences, {sequences}",
         )
 
 
+def write_dataset(prefix: str, documents: Sequence[np.ndarray]) -> None:
+    """Write a dataset with one sequence per document, byte for byte as megatron-core would.
+
+    Both files are written beside their final names and renamed when whole.
+
+    Args:
+        prefix: Path without ``.bin`` and ``.idx``.
+        documents: uint16 tokens of each document.
+    """
+    for ending, content in dataset_bytes(documents).items():
+        part = Path(f"{prefix}.{secrets.token_hex(4)}.partial")  # ranks of several machines may be here at once
+        part.write_bytes(content)
+        os.replace(part, prefix + ending)
+
+
+def dataset_bytes(documents: Sequence[np.ndarray]) -> dict[str, bytes]:
+    """Content of the two files of a dataset with one sequence per document.
+
+    Args:
+        documents: uint16 tokens of each document.
+
+    Returns:
+        Content by ending, ``.bin`` and ``.idx``.
+    """
+    lengths = np.array([len(document) for document in documents], dtype="<i4")
+    sizes = lengths.astype("<i8") * np.dtype(_TOKEN_TYPES[_UINT16]).itemsize
+    pointers = np.cumsum(sizes) - sizes
+    starts = np.arange(len(documents) + 1, dtype="<i8")
+    header = _HEADER.pack(MAGIC, 1, _UINT16, len(documents), len(documents) + 1)
+    tokens = np.concatenate(documents).astype(_TOKEN_TYPES[_UINT16])
+    index = header + lengths.tobytes() + pointers.astype("<i8").tobytes() + starts.tobytes()
+    return {".bin": tokens.tobytes(), ".idx": index}
+
+
+def _readable_size(path: Path) -> int:
+    try:
+        with path.open("rb") as stream:
+            return os.fstat(stream.fileno()).st_size
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be read: {error.strerror}\n  fix: let this user read it, or give another data.path"
+        ) from None
+
+
 def _damaged(path: Path, why: str) -> DataError:
-    return DataError(
-        f"{path} is damaged: {why}\n  fix: write the dataset again with Megatron's tools/preprocess_data.py"
-    )
+    return DataError(f"{path} is damaged: {why}\n  fix: {_REWRITE}")

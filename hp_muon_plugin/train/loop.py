@@ -154,7 +154,8 @@ class Trainer:
 
     def _forward_step(self, batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
         batch = next(batches)
-        losses = model(batch.tokens, batch.position_ids, self._causal_mask, labels=batch.labels)
+        mask = self._causal_mask if batch.attention_mask is None else batch.attention_mask
+        losses = model(batch.tokens, batch.position_ids, mask, labels=batch.labels)
         return losses, functools.partial(_mean_loss, batch.loss_mask)
 
     def _batches(self, dataset: Any) -> Iterator[Batch]:

@@ -1,19 +1,25 @@
 """Real text on every machine: the language reference that CPython ships, as a byte-level dataset."""
 
+import functools
 import hashlib
 import math
-import os
 import pydoc_data.topics
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
+
+from hp_muon_plugin.config.choices import DataKind
+from hp_muon_plugin.config.trainer import Data
+from hp_muon_plugin.errors import ConfigError
+from hp_muon_plugin.train.index_file import dataset_bytes, write_dataset
 
 NUM_BYTES = 256
 END_OF_DOCUMENT = 256
 VOCAB_SIZE = 257
+_LONG_LINE = 30
+_NO_TOKEN = -(1 << 63)
 
 
 class ByteTokenizer:
@@ -27,44 +33,115 @@ class ByteTokenizer:
     def __init__(self, vocab_size: int = VOCAB_SIZE, eod: int = END_OF_DOCUMENT) -> None:
         self.vocab_size = vocab_size
         self.eod = eod
-        self.pad = -1  # no token: megatron-core blanks out whatever equals it
+        self.pad = _NO_TOKEN  # megatron-core blanks out whatever equals it; -1 hid damaged data
         self.unique_identifiers: OrderedDict[str, Any] = OrderedDict(
             {"class": "hp_muon_plugin.ids", "vocab_size": vocab_size, "eod": eod}
         )
 
 
-def pydoc_documents() -> list[bytes]:
-    """The topics of the language reference, one document each, in the order of their names."""
+def vocabulary_size(data: Data) -> int:
+    """Number of token ids before padding.
+
+    Args:
+        data: Checked options.
+
+    Returns:
+        What the built-in text has, or what the user says.
+    """
+    if data.kind is DataKind.pydoc:
+        return VOCAB_SIZE
+    assert data.vocab_size is not None
+    return data.vocab_size
+
+
+@functools.cache
+def pydoc_documents() -> tuple[bytes, ...]:
+    """The topics of the language reference, one document each, in the order of their names.
+
+    Topics quote each other at length, so that text of the last ones, which are held out, would
+    stand in the training part as well. What an earlier topic has is left out: whole paragraphs,
+    and lines of 30 characters or more.
+    """
     topics = pydoc_data.topics.topics
-    return [topics[name].encode() for name in sorted(topics)]
+    seen: set[str] = set()
+    documents = []
+    for name in sorted(topics):
+        kept, found = _without(topics[name], seen)
+        seen |= found
+        if kept.strip():
+            documents.append(kept.encode())
+    return tuple(documents)
+
+
+def _without(topic: str, seen: set[str]) -> tuple[str, set[str]]:
+    """A topic without what was seen before, and what it adds to that; spacing does not count."""
+    paragraphs, found = [], set()
+    for paragraph in topic.split("\n\n"):
+        words = " ".join(paragraph.split())
+        found.add(words)
+        if words in seen:
+            continue
+        lines = []
+        for line in paragraph.split("\n"):
+            text = " ".join(line.split())
+            if len(text) >= _LONG_LINE:
+                found.add(text)
+                if text in seen:
+                    continue
+            lines.append(line)
+        paragraphs.append("\n".join(lines))
+    return "\n\n".join(paragraphs), found
+
+
+def pydoc_tokens() -> list[np.ndarray]:
+    """Tokens of each document, its end included; uint16."""
+    return [np.array([*document, END_OF_DOCUMENT], dtype=np.uint16) for document in pydoc_documents()]
 
 
 def build_pydoc_dataset(folder: str) -> str:
-    """Write the dataset once; later calls find it.
+    """Write the dataset, or find it; one that is not what it should be is written anew.
 
-    Only one rank may call it. It is written beside its final name and renamed when whole.
+    Several processes may call it at once: files are renamed into place when they are whole.
 
     Args:
         folder: Where to put it.
 
     Returns:
         Prefix of the ``.bin`` and ``.idx`` files.
-    """
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-    prefix = pydoc_prefix(folder)
-    if Path(f"{prefix}.bin").is_file() and Path(f"{prefix}.idx").is_file():
-        return prefix
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    part = f"{prefix}.partial{os.getpid()}"
-    builder = IndexedDatasetBuilder(f"{part}.bin", dtype=np.uint16)
-    for document in pydoc_documents():
-        builder.add_item(torch.tensor([*document, END_OF_DOCUMENT]))
-        builder.end_document()
-    builder.finalize(f"{part}.idx")
-    for ending in (".bin", ".idx"):
-        os.replace(part + ending, prefix + ending)
+    Raises:
+        ConfigError: If the folder cannot be written to.
+    """
+    prefix, tokens = pydoc_prefix(folder), pydoc_tokens()
+    try:
+        if not all(_holds(Path(prefix + ending), content) for ending, content in dataset_bytes(tokens).items()):
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            write_dataset(prefix, tokens)
+    except OSError as error:
+        raise unwritable_cache(folder, error) from None
     return prefix
+
+
+def _holds(path: Path, content: bytes) -> bool:
+    return path.is_file() and path.read_bytes() == content
+
+
+def unwritable_cache(folder: str, error: OSError) -> ConfigError:
+    """What to say where the dataset's folder cannot be written to.
+
+    Args:
+        folder: ``data.cache_dir``.
+        error: What the system said.
+
+    Returns:
+        The error to raise.
+    """
+    return ConfigError(
+        "data.cache_dir",
+        folder,
+        f"cannot be written to ({error.filename}: {error.strerror})",
+        "choose a folder that you may write to, e.g. data.cache_dir=outputs/data",
+    )
 
 
 def pydoc_prefix(folder: str) -> str:
