@@ -2,7 +2,8 @@
 
 A user's mistake is a :class:`ConfigError` or one of its siblings: it names the option, its value,
 why it cannot work and what to write instead. The command line turns every one of them into a
-single message and exit code 2. Our own invariants are plain ``assert``.
+single message and exit code 2; a :class:`RunError` is a failure of the run itself, exit code 1. Our
+own invariants are plain ``assert``.
 """
 
 from collections.abc import Sequence
@@ -50,8 +51,16 @@ class RoutingError(HpMuonError, ValueError):
     """A parameter has no optimizer, or two; or a pattern names no parameter."""
 
 
-class GradientError(HpMuonError, RuntimeError):
+class RunError(HpMuonError, RuntimeError):
+    """A run failed although nothing was wrong with what the user wrote: exit code 1, not 2."""
+
+
+class GradientError(RunError):
     """A gradient is missing or not finite where the configuration says that this is an error."""
+
+
+class DivergenceError(RunError):
+    """The loss is NaN or infinite, and stays so."""
 
 
 class HookError(HpMuonError, RuntimeError):

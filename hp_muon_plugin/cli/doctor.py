@@ -1,7 +1,9 @@
 """``hp-muon doctor``: versions, platform, hooks, and what would not work and why."""
 
+import os
 import platform as machine
 import sys
+import warnings
 from importlib import metadata
 
 import hp_muon_plugin
@@ -34,14 +36,38 @@ def run(arguments: list[str]) -> int:
     if arguments:
         print(f"hp-muon doctor takes no arguments, got {' '.join(arguments)}", file=sys.stderr)
         return 2
+    warnings.filterwarnings("ignore", module=r"(megatron|torch|transformer_engine|apex)\b.*")  # as when training
     print(f"hp_muon_plugin {hp_muon_plugin.__version__}, Python {machine.python_version()}, {machine.platform()}")
     for package in _PACKAGES:
         print(f"  {package:<20} {_version(package)}")
-    problems = [*_platform_lines(), *_hook_lines()]
+    for note in _notes():
+        print(f"  {note}")
+    problems = [*_platform_lines(), *_hook_lines(), *_variable_problems()]
     print("problems" if problems else "no problems found")
     for problem in problems:
         print(f"  {problem}")
     return 1 if problems else 0
+
+
+def _notes() -> list[str]:
+    """What the default ``hp-muon train`` does without."""
+    from hp_muon_plugin.train.metrics import has_tensorboard
+
+    if has_tensorboard():
+        return []
+    return ["without tensorboard metrics go to metrics.jsonl only: pip install 'hp_muon_plugin[log]'"]
+
+
+def _variable_problems() -> list[str]:
+    from hp_muon_plugin.megatron.versions import core_version
+    from hp_muon_plugin.train.preflight import HOOKS_VARIABLE, check_hooks_variable
+
+    value = os.environ.get(HOOKS_VARIABLE)
+    try:
+        check_hooks_variable(value, core_version())
+    except HookError as error:
+        return [str(error)] if value else []  # a missing megatron-core is named by the hooks already
+    return []
 
 
 def _version(package: str) -> str:
@@ -99,3 +125,9 @@ def _hook_lines() -> list[str]:
         print(f"  {hook.name:<14} {hook.kind} at {hook.target}")
         print(f"  {'':<14} why: {hook.why}")
     return problems
+
+
+if __name__ == "__main__":
+    from hp_muon_plugin.cli.main import run_module
+
+    run_module("doctor")

@@ -9,53 +9,120 @@ from typing import Any
 import hydra
 from hydra.errors import HydraException
 from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
 
 from hp_muon_plugin.cli.explain import explain
 from hp_muon_plugin.config.store import register_schemas
 from hp_muon_plugin.errors import HpMuonError
 from hp_muon_plugin.megatron.versions import parse_version
+from hp_muon_plugin.train.environment import speaks
+from hp_muon_plugin.train.launch import INTERRUPTED_EXIT
+from hp_muon_plugin.train.run_folder import unwritable_folder
+from hp_muon_plugin.train.worker import FAILURE_EXIT, USAGE_EXIT, is_mistake
 
-USAGE_EXIT = 2
+_TAKE_A_VALUE = frozenset(
+    [
+        "--cfg",
+        "-c",
+        "--package",
+        "-p",
+        "--config-path",
+        "-cp",
+        "--config-name",
+        "-cn",
+        "--config-dir",
+        "-cd",
+        "--experimental-rerun",
+        "--info",
+        "-i",
+    ]
+)
+
+
+class _Through(BaseException):
+    """Ends a sweep. After an ``Exception`` Hydra says so in its own words and goes on with the next job.
+
+    Attributes:
+        error: What a job raised that is no message for the user, or None after an interruption.
+    """
+
+    def __init__(self, error: Exception | None = None) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+class _Job:
+    """The application as Hydra calls it, once for each job.
+
+    Attributes:
+        codes: Exit codes of the jobs.
+    """
+
+    def __init__(self, task: Callable[[DictConfig], int]) -> None:
+        self.codes: list[int] = []
+        self._task = task
+
+    def __call__(self, config: DictConfig) -> None:
+        try:
+            self.codes.append(self._task(config))
+        except HpMuonError as error:
+            complain(str(error))
+            self.codes.append(USAGE_EXIT if is_mistake(error) else FAILURE_EXIT)
+        except Exception as error:
+            raise _Through(error) from error
+        if self.codes[-1] == INTERRUPTED_EXIT:
+            raise _Through
 
 
 def run_hydra(task: Callable[[DictConfig], int], config_name: str, overrides: list[str]) -> int:
     """Compose a configuration from our tree and call ``task`` with it.
 
     Args:
-        task: Gets the composed configuration, returns an exit code.
+        task: Gets the composed configuration, returns an exit code; 130 ends a sweep.
         config_name: Primary config in ``conf/``.
         overrides: Command-line arguments after the command, Hydra's own flags included.
 
     Returns:
-        Exit code: 2 for a user's mistake, else what ``task`` returned (its last job's, with ``-m``).
+        Exit code: 2 for a user's mistake, else what ``task`` returned (the largest, with ``-m``).
     """
     register_schemas()
-    codes: list[int] = []
-
-    def job(config: DictConfig) -> None:
-        try:
-            codes.append(task(config))
-        except HpMuonError as error:
-            complain(str(error))
-            codes.append(USAGE_EXIT)
-
-    job.__module__, job.__qualname__ = __name__, "job"
-    options: dict[str, Any] = {"config_path": "pkg://hp_muon_plugin.conf", "config_name": config_name}
-    if parse_version(metadata.version("hydra-core")) < parse_version("1.4"):
-        options["version_base"] = "1.3"  # 1.4 warns where it is given, 1.3 where it is not
+    job = _Job(task)
     before = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     sys.argv = ["hp-muon", *overrides]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # let errors through to us instead of printing them
     try:
-        hydra.main(**options)(job)()
-    except (HydraException, OmegaConfBaseException) as error:
-        complain(explain(error, overrides))
+        hydra.main(**_hydra_options(config_name))(_function(job))()
+    except _Through as through:
+        if through.error is not None:
+            raise through.error from None
+        return INTERRUPTED_EXIT
+    except Exception as error:
+        if before[1] == "1":
+            raise  # the user asked for Hydra's traceback
+        complain(_composition_message(error, overrides))
         return USAGE_EXIT
     finally:
         sys.argv = before[0]
         _restore("HYDRA_FULL_ERROR", before[1])
-    return max(codes, default=0)
+    return max(job.codes, default=0)
+
+
+def flags_first(arguments: list[str]) -> list[str]:
+    """Hydra's flags before the overrides: behind some of them it takes no others.
+
+    Args:
+        arguments: Flags and overrides in any order.
+
+    Returns:
+        The same, each flag with its value.
+    """
+    flags: list[str] = []
+    overrides: list[str] = []
+    previous = ""
+    for argument in arguments:
+        is_flag = argument.startswith("-") or (previous in _TAKE_A_VALUE and "=" not in argument)
+        (flags if is_flag else overrides).append(argument)
+        previous = argument
+    return [*flags, *overrides]
 
 
 def complain(message: str) -> None:
@@ -64,8 +131,41 @@ def complain(message: str) -> None:
     Args:
         message: The message.
     """
-    if os.environ.get("RANK", "0") == "0":
-        print(f"hp-muon: {message}", file=sys.stderr, flush=True)
+    if speaks():
+        say(message)
+
+
+def say(message: str) -> None:
+    """Print an error, whichever rank this is.
+
+    Args:
+        message: The message.
+    """
+    print(f"hp-muon: {message}", file=sys.stderr, flush=True)
+
+
+def _hydra_options(config_name: str) -> dict[str, Any]:
+    options: dict[str, Any] = {"config_path": "pkg://hp_muon_plugin.conf", "config_name": config_name}
+    if parse_version(metadata.version("hydra-core")) < parse_version("1.4"):
+        options["version_base"] = "1.3"  # 1.4 warns where it is given, 1.3 where it is not
+    return options
+
+
+def _function(job: _Job) -> Callable[[DictConfig], None]:
+    """Hydra asks a function for its module."""
+
+    def function(config: DictConfig) -> None:
+        job(config)
+
+    function.__module__, function.__qualname__ = __name__, "job"
+    return function
+
+
+def _composition_message(error: Exception, overrides: list[str]) -> str:
+    """Hydra makes the run's folder itself; whatever else it raises comes from what the user wrote."""
+    if isinstance(error, OSError) and not isinstance(error, HydraException):
+        return str(unwritable_folder(error.filename or "", error))
+    return explain(error, overrides)
 
 
 def _restore(name: str, value: str | None) -> None:

@@ -1,5 +1,7 @@
 """``hp-muon``: train, bench, doctor."""
 
+import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
@@ -14,6 +16,8 @@ _USAGE = """usage: hp-muon COMMAND ...
   doctor                 versions, platform, hooks, and what would not work and why
   --version              print the version
 """
+_INTERRUPTED_EXIT = 130  # 128 + SIGINT, as shells count
+_BROKEN_PIPE_EXIT = 141  # 128 + SIGPIPE
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -22,18 +26,42 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: Command-line arguments; None takes those of the process.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        code = _run(list(sys.argv[1:] if arguments is None else arguments))
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("hp-muon: interrupted", file=sys.stderr)
+        code = _INTERRUPTED_EXIT
+    except BrokenPipeError:  # as after `| head`; Python's own flush at the end must not meet it again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = _BROKEN_PIPE_EXIT
+    if code == _INTERRUPTED_EXIT:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # one more Ctrl-C would be a traceback of Python's own exit
+    sys.exit(code)
+
+
+def run_module(command: str) -> None:
+    """Entry point of ``python -m hp_muon_plugin.cli.COMMAND``, which may repeat the command.
+
+    Args:
+        command: Name of the command.
+    """
+    given = sys.argv[1:]
+    main(given if given[:1] == [command] else [command, *given])
+
+
+def _run(given: list[str]) -> int:
     if not given or given[0] in ("-h", "--help", "help"):
         print(_USAGE, end="")
-        sys.exit(0 if given else 2)
+        return 0 if given else 2
     if given[0] == "--version":
         print(hp_muon_plugin.__version__)
-        return
+        return 0
     commands: dict[str, Callable[[list[str]], int]] = {"train": _train, "bench": _bench, "doctor": _doctor}
     if given[0] not in commands:
         print(f"hp-muon: no command {given[0]!r}; commands are {', '.join(commands)}", file=sys.stderr)
-        sys.exit(2)
-    sys.exit(commands[given[0]](given[1:]))
+        return 2
+    return commands[given[0]](given[1:])
 
 
 def _train(arguments: list[str]) -> int:

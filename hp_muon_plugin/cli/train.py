@@ -7,21 +7,21 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from hp_muon_plugin.cli.hydra_app import USAGE_EXIT, complain, run_hydra
+from hp_muon_plugin.cli.hydra_app import complain, flags_first, run_hydra, say
 from hp_muon_plugin.cli.plan_text import plan_text
 from hp_muon_plugin.config.checks import check_train
-from hp_muon_plugin.config.choices import DataKind
 from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.config.train_options import typed_train
 from hp_muon_plugin.config.trainer import Train
 from hp_muon_plugin.errors import ConfigError, ConfigErrors, raise_all
-from hp_muon_plugin.megatron.lane_checks import check_lane
 from hp_muon_plugin.muon.coefficients import resolve_schedule
-from hp_muon_plugin.train.index_file import check_index
+from hp_muon_plugin.train.environment import check_environment, is_rank, speaks
 from hp_muon_plugin.train.launch import INTERRUPTED_EXIT, Interrupted, launch_ranks
 from hp_muon_plugin.train.metrics import check_logger
-from hp_muon_plugin.train.text import vocabulary_size
-from hp_muon_plugin.train.token_checks import check_parts, check_vocabulary
+from hp_muon_plugin.train.preflight import check_machine, check_plan
+from hp_muon_plugin.train.progress import tidy_terminal
+from hp_muon_plugin.train.run_folder import METRICS
+from hp_muon_plugin.train.worker import USAGE_EXIT, Failure, is_told_by_rank_0, run_foreign_rank
 
 _DRY_RUN = {"--dry-run": "run.dry=true"}
 
@@ -30,53 +30,76 @@ def run(arguments: list[str]) -> int:
     """Compose, check, and train.
 
     Args:
-        arguments: Hydra overrides and flags; ``--dry-run`` stands for ``run.dry=true``.
+        arguments: Hydra overrides and flags, in any order; ``--dry-run`` stands for ``run.dry=true``.
 
     Returns:
-        Exit code: 0; 2 for a mistake in the configuration or the data; 1 for a failed rank; 130
-        after Ctrl-C.
+        Exit code: 0; 2 for a mistake in the configuration or the data; 1 for a failed rank or a
+        loss that diverged; 130 after Ctrl-C.
     """
-    return run_hydra(_job, "hp_muon_train", [_DRY_RUN.get(argument, argument) for argument in arguments])
+    return run_hydra(_job, "hp_muon_train", flags_first([_DRY_RUN.get(argument, argument) for argument in arguments]))
 
 
 def _job(composed: DictConfig) -> int:
     config = typed_train(composed)
-    is_rank = "RANK" in os.environ
-    world_size = _world_size(config, is_rank)
+    world_size = _world_size(config)
     _check(config, world_size)
     folder = Path(HydraConfig.get().runtime.output_dir)
     if config.run.dry:
-        if os.environ.get("RANK", "0") == "0":
+        if speaks():
             print(plan_text(config, world_size))
         return 0
-    if is_rank:
+    check_machine(config)
+    if is_rank():
         return _run_this_rank(config, folder)
+    return _run_all_ranks(config, folder, world_size)
+
+
+def _run_all_ranks(config: Train, folder: Path, world_size: int) -> int:
     try:
         failure = launch_ranks(config, folder, num_ranks=world_size)
     except Interrupted:
-        complain(f"interrupted; every rank has ended, and metrics up to the last step are in {_shown(folder)}")
+        tidy_terminal(sys.stdout)
+        complain(f"interrupted; every rank has ended{_metrics_note(folder)}")
         return INTERRUPTED_EXIT
-    if failure is None:
-        print(f"done; metrics are in {_shown(folder)}")
-        return 0
-    complain(failure.message if failure.exit_code == USAGE_EXIT else f"rank {failure.rank} failed: {failure.message}")
-    if failure.log is not None and failure.exit_code != USAGE_EXIT:
-        print(f"  its output: {_shown(failure.log)}", file=sys.stderr)
-    return failure.exit_code
+    if failure is not None:
+        tidy_terminal(sys.stdout)
+        _report(failure)
+        return failure.exit_code
+    written = f"; metrics are in {_shown(folder)}" if config.logger.jsonl else ""
+    print(f"done{written}")
+    return 0
+
+
+def _report(failure: Failure) -> None:
+    if failure.exit_code == USAGE_EXIT:
+        say(failure.message)
+        return
+    where = "" if failure.log is None else f"\n  its output: {_shown(failure.log)}"
+    say(f"rank {failure.rank} failed: {failure.message}{where}")
+
+
+def _metrics_note(folder: Path) -> str:
+    path = folder / METRICS
+    if path.is_file() and path.stat().st_size:
+        return f", and metrics up to the last step are in {_shown(folder)}"
+    return " before the first step was done"
 
 
 def _run_this_rank(config: Train, folder: Path) -> int:
     """Under torchrun: this process is a rank."""
-    from hp_muon_plugin.train.worker import run_rank
+    failure = run_foreign_rank(config, folder)
+    if failure is None:
+        return 0
+    if not is_told_by_rank_0(folder, failure.rank):
+        _report(failure)
+    os._exit(failure.exit_code)  # other ranks may be inside a collective: do not wait for them in a destructor
 
-    run_rank(config, folder)
-    return 0
 
-
-def _world_size(config: Train, is_rank: bool) -> int:
+def _world_size(config: Train) -> int:
     ranks = config.topology.ranks
-    if not is_rank:
+    if not is_rank():
         return 1 if ranks is None else ranks
+    check_environment(os.environ)
     world_size = int(os.environ["WORLD_SIZE"])
     if ranks not in (None, world_size):
         raise ConfigError(
@@ -89,29 +112,23 @@ def _world_size(config: Train, is_rank: bool) -> int:
 
 
 def _check(config: Train, world_size: int) -> None:
-    errors: list[ConfigError] = []
-    if world_size < 1:
-        errors.append(ConfigError("topology.ranks", world_size, "must be at least 1", "e.g. topology.ranks=2"))
-    errors += check_logger(config.logger)
+    """Everything that needs neither megatron-core nor a folder, all findings in one message."""
+    errors = check_logger(config.logger)
     try:
-        check_train(config, world_size=max(world_size, 1))
+        check_train(config, world_size=world_size)
     except ConfigError as error:
         errors.append(error)
     except ConfigErrors as several:
         errors += several.errors
-    if isinstance(config.optimizer, HpMuon):
+    wrong = {error.option for error in errors}
+    if isinstance(config.optimizer, HpMuon) and not wrong & {"optimizer.steps", "optimizer.coefficients"}:
         options = config.optimizer
         try:
             resolve_schedule(options.schedule, steps=options.steps, custom=options.coefficients)
         except ConfigError as error:
             errors.append(error)
     raise_all(errors)
-    if not config.run.dry:
-        check_lane(config)
-    if config.data.kind is DataKind.megatron and config.data.path is not None:
-        file = check_index(config.data.path)
-        check_vocabulary(file, vocabulary_size(config.data))
-        check_parts(file.lengths, config.data.split, config.model.seq_length)
+    check_plan(config)
 
 
 def _shown(path: Path) -> str:
@@ -120,3 +137,9 @@ def _shown(path: Path) -> str:
         return str(path.relative_to(Path.cwd()))
     except ValueError:
         return str(path)
+
+
+if __name__ == "__main__":  # as `torchrun -m hp_muon_plugin.cli.train OVERRIDE ...`
+    from hp_muon_plugin.cli.main import run_module
+
+    run_module("train")

@@ -159,8 +159,8 @@ class Logger:
 
     jsonl: bool = True
     """Write ``metrics.jsonl`` into the run's folder."""
-    tensorboard: bool = True
-    """Write TensorBoard events into the run's folder (needs the ``log`` extra)."""
+    tensorboard: bool | None = None
+    """Write TensorBoard events into the run's folder (needs the ``log`` extra); null: where it is installed."""
     wandb: bool = False
     """Send to Weights & Biases (needs the ``log`` extra)."""
     wandb_project: str = "hp_muon"

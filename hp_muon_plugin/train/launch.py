@@ -9,43 +9,59 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 from hp_muon_plugin.config.train_options import save_train
 from hp_muon_plugin.config.trainer import Train
-from hp_muon_plugin.train.worker import FAILURE_EXIT, USAGE_EXIT, error_path, log_path
+from hp_muon_plugin.train.environment import INIT_METHOD
+from hp_muon_plugin.train.rank_main import LAUNCHER
+from hp_muon_plugin.train.run_folder import CONFIG, claimed
+from hp_muon_plugin.train.worker import FAILURE_EXIT, SETTLE_S, USAGE_EXIT, Failure, error_path, log_path
 
 INTERRUPTED_EXIT = 130
 _POLL_S = 0.1
-_SETTLE_S = 1.0
-"""How long after the first failure other ranks may report: the cause is the earliest report."""
 _GRACE_S = 3.0
 """How long a rank may take to end after SIGTERM."""
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """Why a run ended early.
-
-    Attributes:
-        rank: The rank that failed first.
-        message: What it said.
-        exit_code: 2 for a user's mistake, 1 for anything else.
-        log: File with its traceback, or None if it left none.
-    """
-
-    rank: int
-    message: str
-    exit_code: int
-    log: Path | None
+_Processes = list["subprocess.Popen[bytes]"]
 
 
 class Interrupted(Exception):
-    """The user pressed Ctrl-C, or the launcher got SIGTERM."""
+    """The user pressed Ctrl-C, or the launcher got SIGTERM or SIGHUP."""
+
+
+class _Stop:
+    """Takes Ctrl-C, SIGTERM and SIGHUP while ranks run: a flag, so that nothing is cut off half-way.
+
+    A signal that was ignored before, as SIGHUP under nohup, stays so. What is asked for a second
+    time runs ``hurry``.
+    """
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self.hurry: Callable[[], None] = lambda: None
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> "_Stop":
+        for number in _STOPPING:
+            if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.is_set:
+            self.hurry()
+        self.is_set = True
 
 
 def launch_ranks(config: Train, folder: Path, *, num_ranks: int) -> Failure | None:
@@ -62,47 +78,53 @@ def launch_ranks(config: Train, folder: Path, *, num_ranks: int) -> Failure | No
         None if all ended well, else the first failure; then every rank has ended.
 
     Raises:
-        Interrupted: After Ctrl-C or SIGTERM; every rank has ended.
+        Interrupted: After Ctrl-C, SIGTERM or SIGHUP; every rank has ended.
+        ConfigError: If the folder is another run's, or cannot be written to.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    processes: _Processes = []
+    with (
+        claimed(folder),
+        tempfile.TemporaryDirectory(prefix="hp-muon-", ignore_cleanup_errors=True) as meeting,
+        _Stop() as stop,
+    ):
+        save_train(config, folder / CONFIG)
+        try:
+            failure = _start_all(processes, num_ranks, config, folder, Path(meeting) / "store", stop)
+            failure = failure or _watch(processes, folder, stop)
+        finally:
+            stop.hurry = lambda: _kill(processes)
+            _end(processes)
+    if stop.is_set:
+        raise Interrupted
+    return failure
+
+
+def _start_all(
+    processes: _Processes, num_ranks: int, config: Train, folder: Path, store: Path, stop: _Stop
+) -> Failure | None:
+    """Add one process per rank to ``processes``, each as soon as it runs, so that all of them are ended."""
     for rank in range(num_ranks):
-        error_path(folder, rank).unlink(missing_ok=True)
-        log_path(folder, rank).unlink(missing_ok=True)
-    config_path = folder / "config.yaml"
-    save_train(config, config_path)
-    store = folder / f"rendezvous.{os.getpid()}"
-    store.unlink(missing_ok=True)
-    before = signal.signal(signal.SIGTERM, _interrupt)
-    processes: list[subprocess.Popen[bytes]] = []
-    try:
-        processes += [_start(rank, num_ranks, config, config_path, folder, store) for rank in range(num_ranks)]
-        return _watch(processes, folder)
-    except KeyboardInterrupt:
-        raise Interrupted from None
-    finally:
-        _end(processes)
-        store.unlink(missing_ok=True)
-        signal.signal(signal.SIGTERM, before)
+        if stop.is_set:
+            break
+        try:
+            processes.append(_start(rank, num_ranks, config, folder, store))
+        except OSError as error:  # the system starts no more processes, or its disk is full
+            return Failure(rank, f"could not be started: {error}", FAILURE_EXIT, None)
+    return None
 
 
-def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt
-
-
-def _start(
-    rank: int, num_ranks: int, config: Train, config_path: Path, folder: Path, store: Path
-) -> "subprocess.Popen[bytes]":
+def _start(rank: int, num_ranks: int, config: Train, folder: Path, store: Path) -> "subprocess.Popen[bytes]":
     environment = dict(
         os.environ,
         RANK=str(rank),
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(num_ranks),
         LOCAL_WORLD_SIZE=str(num_ranks),
-        HP_MUON_INIT_METHOD=f"file://{store.resolve()}",
         OMP_NUM_THREADS=str(config.topology.threads),
         PYTHONFAULTHANDLER="1",
     )
-    command = [sys.executable, "-m", "hp_muon_plugin.train.worker", str(config_path), str(folder)]
+    environment |= {INIT_METHOD: f"file://{store}", LAUNCHER: str(os.getpid())}
+    command = [sys.executable, "-m", "hp_muon_plugin.train.rank_main", str(folder / CONFIG), str(folder)]
     options: dict[str, Any] = {"env": environment, "start_new_session": True}
     if rank == 0:
         return subprocess.Popen(command, **options)
@@ -110,15 +132,16 @@ def _start(
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, **options)
 
 
-def _watch(processes: list["subprocess.Popen[bytes]"], folder: Path) -> Failure | None:
-    while True:
+def _watch(processes: _Processes, folder: Path, stop: _Stop) -> Failure | None:
+    while not stop.is_set:
         codes = [process.poll() for process in processes]
         if any(codes):
-            time.sleep(_SETTLE_S)
+            time.sleep(SETTLE_S)
             return _first_failure([process.poll() for process in processes], folder)
         if all(code == 0 for code in codes):
             return None
         time.sleep(_POLL_S)
+    return None
 
 
 def _first_failure(codes: list[int | None], folder: Path) -> Failure:
@@ -149,7 +172,7 @@ def _memory_hint(name: str) -> str:
     return " (often: out of memory)" if name == "SIGKILL" else ""
 
 
-def _end(processes: list["subprocess.Popen[bytes]"]) -> None:
+def _end(processes: _Processes) -> None:
     running = [process for process in processes if process.poll() is None]
     for process in running:
         process.terminate()
@@ -160,6 +183,11 @@ def _end(processes: list["subprocess.Popen[bytes]"]) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-    for process in processes:  # what a rank had started itself, such as a writer of checkpoints
+    _kill(processes)
+
+
+def _kill(processes: _Processes) -> None:
+    """Kill ranks, and what they had started themselves, such as writers of checkpoints."""
+    for process in processes:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

@@ -13,13 +13,14 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from hp_muon_plugin.config.trainer import Train
-from hp_muon_plugin.errors import GradientError
+from hp_muon_plugin.errors import DivergenceError
 from hp_muon_plugin.platform.base import Platform
 from hp_muon_plugin.train.data import Batch, TrainingData, micro_batches
 from hp_muon_plugin.train.metrics import MetricLog
 from hp_muon_plugin.train.progress import Display
 
-_MAX_SKIPPED_IN_A_ROW = 20
+_MAX_BAD_IN_A_ROW = 20
+_FIX = "lower optimizer.lr, or look for the layer that overflows"
 
 
 @dataclass(slots=True)
@@ -90,26 +91,31 @@ class Trainer:
             Losses and held-out losses.
 
         Raises:
-            GradientError: If 20 steps in a row had to be left out.
+            DivergenceError: If 20 steps in a row had a loss or a gradient that is not finite, or the
+                last held-out loss is not.
         """
-        run, result, skipped = self._config.run, Result(), 0
+        run, result, num_bad = self._config.run, Result(), 0
         batches = self._batches(self._data.train)
         for step in range(1, run.steps + 1):
             began = time.perf_counter()
             loss, succeeded, norm, optimizer_ms = self._step(batches)
-            skipped = 0 if succeeded else skipped + 1
-            result.num_skipped += not succeeded
-            if skipped == _MAX_SKIPPED_IN_A_ROW:
-                raise GradientError(
-                    f"{skipped} steps in a row had a NaN or infinite gradient; the last one was step {step}\n"
-                    "  fix: lower optimizer.lr, or look for the layer that overflows"
-                )
             result.losses.append(loss)
+            result.num_skipped += not succeeded
             seconds = time.perf_counter() - began
             self._report(step, loss, norm, seconds, optimizer_ms, succeeded)
+            num_bad = 0 if succeeded and math.isfinite(loss) else num_bad + 1
+            if num_bad == _MAX_BAD_IN_A_ROW:
+                raise DivergenceError(
+                    f"{num_bad} steps in a row had a NaN or infinite loss or gradient; the last one was step {step}\n"
+                    f"  fix: {_FIX}"
+                )
             if step % run.eval_interval == 0 or step == run.steps:
                 result.held_out[step] = self.evaluate()
                 self._report_held_out(step, result.held_out[step])
+        if not math.isfinite(result.held_out[run.steps]):
+            raise DivergenceError(
+                f"the held-out loss after the last step is {result.held_out[run.steps]}\n  fix: {_FIX}"
+            )
         return result
 
     def evaluate(self) -> float:

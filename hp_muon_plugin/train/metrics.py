@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import logging
+import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,6 +11,9 @@ from typing import Any, Protocol
 
 from hp_muon_plugin.config.trainer import Logger
 from hp_muon_plugin.errors import ConfigError
+from hp_muon_plugin.train.run_folder import METRICS, TENSORBOARD
+
+logger = logging.getLogger(__name__)
 
 Metrics = Mapping[str, float | int | str | None]
 
@@ -24,7 +29,10 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """One JSON object per line, flushed at once, so that a killed run keeps its log."""
+    """One JSON object per line, flushed at once, so that a killed run keeps its log.
+
+    JSON has no NaN and no infinity: such a value is ``null``.
+    """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -34,12 +42,17 @@ class JsonLines:
     def write(self, step: int, metrics: Metrics) -> None:
         """Append a line with the step and the seconds since the start."""
         line = {"step": step, "elapsed_s": round(time.time() - self._began, 3), **metrics}
-        self._file.write(json.dumps(line) + "\n")
+        finite = {name: None if _is_no_json(value) else value for name, value in line.items()}
+        self._file.write(json.dumps(finite, allow_nan=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def _is_no_json(value: float | int | str | None) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 class TensorBoard:
@@ -91,9 +104,14 @@ class MetricLog:
     def __init__(self, config: Logger, folder: Path, *, name: str, run_config: dict[str, Any]) -> None:
         self._sinks: list[Sink] = []
         if config.jsonl:
-            self._sinks.append(JsonLines(folder / "metrics.jsonl"))
-        if config.tensorboard:
-            self._sinks.append(TensorBoard(folder / "tensorboard"))
+            self._sinks.append(JsonLines(folder / METRICS))
+        if config.tensorboard or (config.tensorboard is None and has_tensorboard()):
+            self._sinks.append(TensorBoard(folder / TENSORBOARD))
+        elif config.tensorboard is None:
+            logger.warning(
+                "tensorboard is not installed, so no events are written; pip install 'hp_muon_plugin[log]', "
+                "or set logger.tensorboard=false"
+            )
         if config.wandb:
             self._sinks.append(WeightsAndBiases(config.wandb_project, name, run_config, folder))
 
@@ -111,6 +129,11 @@ class MetricLog:
         """Close all sinks."""
         for sink in self._sinks:
             sink.close()
+
+
+def has_tensorboard() -> bool:
+    """Whether TensorBoard events can be written here."""
+    return importlib.util.find_spec("tensorboard") is not None
 
 
 def check_logger(config: Logger) -> list[ConfigError]:

@@ -4,7 +4,18 @@ import sys
 from typing import Protocol, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TimeRemainingColumn,
+)
+from rich.table import Column
+from rich.text import Text
+
+_SHOW_CURSOR_ON_A_FREE_LINE = "\x1b[?25h\r\x1b[2K"
 
 
 class Display(Protocol):
@@ -28,31 +39,39 @@ class Lines:
         self._stream = stream or sys.stdout
 
     def update(self, step: int, values: str, *, is_logged: bool) -> None:
-        """Print a line if the step is logged."""
+        """Write a line if the step is logged."""
         if is_logged:
             self.line(f"step {step:>{len(str(self._total))}}/{self._total}  {values}")
 
     def line(self, text: str) -> None:
-        """Print at once."""
-        print(text, file=self._stream, flush=True)
+        """Write at once."""
+        self._stream.write(f"{text}\n")
+        self._stream.flush()
 
     def close(self) -> None:
         """Nothing to do."""
 
 
-class Bar:
-    """A moving bar."""
+class _Values(ProgressColumn):
+    """The metrics of the last step; what does not fit is cut off, so that the columns before it stay."""
 
-    def __init__(self, total: int, description: str) -> None:
+    def render(self, task: Task) -> Text:
+        """The text of a task."""
+        return Text(task.fields["values"], no_wrap=True, overflow="ellipsis")
+
+
+class Bar:
+    """A moving bar, as wide as the terminal leaves room behind step, remaining time and metrics."""
+
+    def __init__(self, total: int, console: Console | None = None) -> None:
         columns = (
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[values]}"),
-            TimeRemainingColumn(),
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),
+            TimeRemainingColumn(table_column=Column(no_wrap=True)),
+            _Values(table_column=Column()),
+            BarColumn(bar_width=None, table_column=Column(ratio=1, max_width=40)),
         )
-        self._progress = Progress(*columns, console=Console())
-        self._task = self._progress.add_task(description, total=total, values="")
+        self._progress = Progress(*columns, console=console or Console(), expand=True)
+        self._task = self._progress.add_task("", total=total, values="")
         self._progress.start()
 
     def update(self, step: int, values: str, *, is_logged: bool) -> None:
@@ -81,12 +100,11 @@ class Silent:
         """Nothing."""
 
 
-def make_display(total: int, description: str, *, is_first_rank: bool) -> Display:
+def make_display(total: int, *, is_first_rank: bool) -> Display:
     """The right display for this process.
 
     Args:
         total: Steps of the run.
-        description: Name of the run.
         is_first_rank: Whether this is global rank 0.
 
     Returns:
@@ -94,4 +112,15 @@ def make_display(total: int, description: str, *, is_first_rank: bool) -> Displa
     """
     if not is_first_rank:
         return Silent()
-    return Bar(total, description) if sys.stdout.isatty() else Lines(total)
+    return Bar(total) if sys.stdout.isatty() else Lines(total)
+
+
+def tidy_terminal(stream: TextIO) -> None:
+    """After a rank that was killed while it drew: the cursor again, on a line without half a bar.
+
+    Args:
+        stream: Where the bar was drawn; nothing happens unless it is a terminal.
+    """
+    if stream.isatty():
+        stream.write(_SHOW_CURSOR_ON_A_FREE_LINE)
+        stream.flush()

@@ -1,8 +1,6 @@
 """From options to a model, an optimizer and a schedule that are ready to step."""
 
 import datetime
-import os
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,32 +10,10 @@ from hp_muon_plugin.config.choices import Decay, PlatformName, Precision
 from hp_muon_plugin.config.optimizer import AdamW, HpMuon
 from hp_muon_plugin.config.trainer import Topology, Train
 from hp_muon_plugin.platform.base import Platform
+from hp_muon_plugin.train.environment import Launch
 
+_FILE = "file://"
 _SEED_STEP_PER_STAGE = 100  # as in megatron.training: stages draw different weights
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """This process's place in the job.
-
-    Attributes:
-        rank: Global rank.
-        world_size: Ranks.
-        local_rank: Place on this machine.
-        init_method: How ranks find each other, as torch.distributed takes it.
-    """
-
-    rank: int
-    world_size: int
-    local_rank: int
-    init_method: str
-
-    @classmethod
-    def from_environment(cls) -> "Launch":
-        """Read what torchrun or our launcher put into the environment."""
-        get = os.environ.get
-        rank, world_size = int(get("RANK", "0")), int(get("WORLD_SIZE", "1"))
-        return cls(rank, world_size, int(get("LOCAL_RANK", str(rank))), get("HP_MUON_INIT_METHOD", "env://"))
 
 
 def start_ranks(platform: Platform, topology: Topology, launch: Launch) -> None:
@@ -54,12 +30,13 @@ def start_ranks(platform: Platform, topology: Topology, launch: Launch) -> None:
         from hp_muon_plugin.megatron.cpu_fixes import apply_cpu_fixes
 
         apply_cpu_fixes()
+    timeout = datetime.timedelta(seconds=topology.timeout_s)
     dist.init_process_group(
         platform.backend,
-        init_method=launch.init_method,
+        **_meeting_place(launch, timeout),
         rank=launch.rank,
         world_size=launch.world_size,
-        timeout=datetime.timedelta(seconds=topology.timeout_s),
+        timeout=timeout,
     )
     from megatron.core import parallel_state
 
@@ -70,6 +47,16 @@ def start_ranks(platform: Platform, topology: Topology, launch: Launch) -> None:
         expert_tensor_parallel_size=topology.etp,
         distributed_timeout_minutes=topology.timeout_s / 60,  # becomes a timedelta, so a fraction is fine
     )
+
+
+def _meeting_place(launch: Launch, timeout: datetime.timedelta) -> dict[str, Any]:
+    """A file is opened by its name, which torch would read as a URL: ``?`` and ``#`` end a path there."""
+    if not launch.init_method.startswith(_FILE):
+        return {"init_method": launch.init_method}
+    path = launch.init_method.removeprefix(_FILE)
+    store = dist.FileStore(path, launch.world_size)  # type: ignore[attr-defined]  # torch exports it all the same
+    store.set_timeout(timeout)
+    return {"store": store}
 
 
 def seed_everything(seed: int) -> None:

@@ -1,12 +1,11 @@
 """One rank of a training run.
 
-Started by our launcher as ``python -m hp_muon_plugin.train.worker CONFIG FOLDER``, or called by the
-command line under torchrun. A failure is written to ``FOLDER/rank{N}.error.json`` for whoever
-watches, and its traceback goes to standard error.
+Started by our launcher through ``hp_muon_plugin.train.rank_main``, or called by the command line
+under torchrun. A failure is written to ``FOLDER/rank{N}.error.json`` for whoever watches, and its
+traceback to ``FOLDER/rank{N}.log``.
 """
 
 import contextlib
-import ctypes
 import json
 import logging
 import os
@@ -15,16 +14,102 @@ import sys
 import time
 import traceback
 import warnings
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
-from hp_muon_plugin.config.train_options import load_train
+from hp_muon_plugin.config.train_options import load_train, save_train
 from hp_muon_plugin.config.trainer import Train
-from hp_muon_plugin.errors import HpMuonError
+from hp_muon_plugin.errors import HpMuonError, RunError
+from hp_muon_plugin.train.environment import Launch
+from hp_muon_plugin.train.run_folder import CONFIG, claimed
 
 USAGE_EXIT = 2
 FAILURE_EXIT = 1
-_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux's prctl
+SETTLE_S = 1.0
+"""How long after the first failure other ranks may report: the cause is the earliest report."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a run ended early.
+
+    Attributes:
+        rank: The rank that failed first.
+        message: What it said.
+        exit_code: 2 for a user's mistake, 1 for anything else.
+        log: File with its traceback, or None if it left none.
+    """
+
+    rank: int
+    message: str
+    exit_code: int
+    log: Path | None
+
+
+class Terminated(BaseException):
+    """This rank got SIGTERM: the launcher ends the run."""
+
+
+def run_process(config_path: str, folder: str) -> None:
+    """Be one rank from here to the end of the process.
+
+    Args:
+        config_path: File with checked options.
+        folder: The run's folder.
+    """
+    signal.signal(signal.SIGTERM, _terminate)
+    rank = int(os.environ["RANK"])
+    try:
+        run_rank(load_train(Path(config_path)), Path(folder))
+    except Terminated:
+        _flush()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)  # so that whoever waits for it sees why it ended
+    except Exception as error:  # the rank ends here, whatever it was
+        code = report_failure(error, Path(folder), rank)
+        _flush()
+        os._exit(code)  # other ranks may be inside a collective: do not wait for them in a destructor
+
+
+def run_foreign_rank(config: Train, folder: Path) -> Failure | None:
+    """Be a rank that torchrun started; rank 0 holds the run's folder.
+
+    Args:
+        config: Checked options.
+        folder: The run's folder.
+
+    Returns:
+        None if it ended well. After a failure other ranks may be inside a collective, so the process
+        must end without destructors.
+    """
+    launch = Launch.from_environment()
+    with claimed(folder) if launch.rank == 0 else contextlib.nullcontext():
+        if launch.rank == 0:
+            save_train(config, folder / CONFIG)
+        try:
+            run_rank(config, folder)
+        except Exception as error:
+            code = report_failure(error, folder, launch.rank)
+            return Failure(launch.rank, explained(error), code, log_path(folder, launch.rank))
+    return None
+
+
+def is_told_by_rank_0(folder: Path, rank: int) -> bool:
+    """Whether rank 0 has failed as well, and tells the user: most failures are of all ranks alike.
+
+    Args:
+        folder: The run's folder.
+        rank: A rank that has failed.
+
+    Returns:
+        False if this rank must speak.
+    """
+    if rank == 0:
+        return False
+    time.sleep(SETTLE_S)
+    return error_path(folder, 0).is_file()
 
 
 def run_rank(config: Train, folder: Path) -> None:
@@ -37,7 +122,7 @@ def run_rank(config: Train, folder: Path) -> None:
     from hp_muon_plugin.platform.base import choose
     from hp_muon_plugin.train.metrics import MetricLog
     from hp_muon_plugin.train.progress import make_display
-    from hp_muon_plugin.train.setup import Launch, start_ranks
+    from hp_muon_plugin.train.setup import start_ranks
 
     launch = Launch.from_environment()
     quiet_logging(is_first_rank=launch.rank == 0)
@@ -47,7 +132,7 @@ def run_rank(config: Train, folder: Path) -> None:
 
     is_first = launch.rank == 0
     log = None
-    display = make_display(config.run.steps, config.run.name, is_first_rank=is_first)
+    display = make_display(config.run.steps, is_first_rank=is_first)
     try:
         if is_first:
             log = MetricLog(config.logger, folder, name=config.run.name, run_config=asdict(config))
@@ -132,8 +217,8 @@ def log_path(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.log"
 
 
-def report_failure(error: BaseException, folder: Path, rank: int) -> int:
-    """Leave the reason of a failure for the launcher.
+def report_failure(error: Exception, folder: Path, rank: int) -> int:
+    """Leave the reason of a failure for whoever watches, and its traceback in the rank's log.
 
     Args:
         error: What was raised.
@@ -143,38 +228,51 @@ def report_failure(error: BaseException, folder: Path, rank: int) -> int:
     Returns:
         The exit code: 2 for a user's mistake, 1 for anything else.
     """
-    is_ours = isinstance(error, HpMuonError)
-    text = str(error) if is_ours else f"{type(error).__name__}: {error}"
-    record = {"rank": rank, "time": time.time(), "is_usage": is_ours, "message": text}
-    folder.mkdir(parents=True, exist_ok=True)
+    is_usage = is_mistake(error)
+    record = {"rank": rank, "time": time.time(), "is_usage": is_usage, "message": explained(error)}
     error_path(folder, rank).write_text(json.dumps(record), encoding="utf-8")
-    return USAGE_EXIT if is_ours else FAILURE_EXIT
+    with log_path(folder, rank).open("a", encoding="utf-8") as log:
+        traceback.print_exception(error, file=log)
+    return USAGE_EXIT if is_usage else FAILURE_EXIT
 
 
-def _die_with_parent() -> None:
-    """Linux: no rank outlives a launcher that was killed."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+def is_mistake(error: Exception) -> bool:
+    """Whether an error is a user's mistake, and not a failure of the run itself.
+
+    Args:
+        error: What was raised.
+
+    Returns:
+        True for exit code 2, False for 1.
+    """
+    return isinstance(error, HpMuonError) and not isinstance(error, RunError)
 
 
-def main() -> None:
-    """Entry point of a rank that our launcher started."""
-    _die_with_parent()
-    config_path, folder = Path(sys.argv[1]), Path(sys.argv[2])
-    rank = int(os.environ["RANK"])
-    try:
-        run_rank(load_train(config_path), folder)
-    except Exception as error:  # the rank ends here, whatever it was
-        code = report_failure(error, folder, rank)
-        if rank == 0:  # its standard error is the user's terminal, which gets the launcher's message
-            with log_path(folder, rank).open("a", encoding="utf-8") as log:
-                traceback.print_exc(file=log)
-        else:
-            traceback.print_exc()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)  # other ranks may be inside a collective: do not wait for them in a destructor
+def explained(error: Exception) -> str:
+    """What to tell the user of an error.
+
+    Args:
+        error: What was raised.
+
+    Returns:
+        The message; for what is not ours, with the name of its type.
+    """
+    if isinstance(error, HpMuonError):
+        return str(error)
+    if isinstance(error, BrokenPipeError):
+        return "nobody reads its standard output any more (as after `| head`)"
+    return f"{type(error).__name__}: {error}"
 
 
-if __name__ == "__main__":
-    main()
+def _terminate(number: int, frame: FrameType | None) -> NoReturn:
+    """Close the bar and the logs on the way out; the launcher kills what takes longer than 3 seconds."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise Terminated
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            pass
