@@ -5,6 +5,7 @@ python recipes/demo/run.py --sweep    every learning rate of the sweep, into rec
 """
 
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -21,6 +22,25 @@ RATES = {
     "hp_muon": (0.005, 0.01, 0.02, 0.04),
     "adamw": (0.00075, 0.0015, 0.003, 0.006),
 }
+
+
+INTERRUPTED_EXIT = 130
+PATIENCE_S = 5.0
+"""How long an interrupted run may take to end its ranks; it needs up to 3 seconds."""
+
+
+def run_to_end(command: list[str]) -> int:
+    """Run a command; return its exit code, and 130 after Ctrl-C whatever the command made of it."""
+    process = subprocess.Popen(command)
+    try:
+        return process.wait()
+    except KeyboardInterrupt:  # a terminal sends it to the run as well, which ends its ranks and says so
+        try:
+            process.wait(PATIENCE_S)
+        except subprocess.TimeoutExpired:  # sent to this process alone
+            process.terminate()
+            process.wait()
+        return INTERRUPTED_EXIT
 
 
 def train(optimizer: str, rate: float, name: str, *extra: str) -> Path:
@@ -40,7 +60,7 @@ def train(optimizer: str, rate: float, name: str, *extra: str) -> Path:
         *extra,
     ]
     print(f"\n$ hp-muon {' '.join(command[3:])}", flush=True)
-    code = subprocess.run(command, check=False).returncode
+    code = run_to_end(command)
     if code:
         sys.exit(code)
     return Path("outputs") / name / "metrics.jsonl"
@@ -69,11 +89,15 @@ def demo(extra: list[str]) -> None:
 
 def main() -> None:
     """Entry point; further arguments are Hydra overrides for every run."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that no run is left behind
     arguments = sys.argv[1:]
-    if arguments[:1] == ["--sweep"]:
-        sweep(arguments[1:])
-    else:
-        demo(arguments)
+    try:
+        if arguments[:1] == ["--sweep"]:
+            sweep(arguments[1:])
+        else:
+            demo(arguments)
+    except KeyboardInterrupt:  # between two runs, or a second one
+        sys.exit(INTERRUPTED_EXIT)
 
 
 if __name__ == "__main__":

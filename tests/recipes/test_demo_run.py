@@ -1,0 +1,44 @@
+"""The demo's script: what Ctrl-C does to the run that it has started, and to those still to come."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+RUN = Path(__file__).parents[2] / "recipes" / "demo" / "run.py"
+TINY = ["model.num_layers=1", "model.hidden_size=32", "model.seq_length=32", "run.steps=100000", "run.log_interval=1"]
+
+
+@pytest.mark.slow  # starts two real ranks
+@pytest.mark.parametrize("to_all", [True, False], ids=["terminal", "kill"])
+@pytest.mark.parametrize("mode", [["--sweep"], []], ids=["sweep", "demo"])
+def test_ctrl_c_ends_the_whole_demo(mode: list[str], to_all: bool, tmp_path: Path) -> None:
+    """A sweep went on with the next learning rate, and the end was a traceback."""
+    process = subprocess.Popen(
+        [sys.executable, str(RUN), *mode, *TINY],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 60
+    while not any(log.stat().st_size for log in tmp_path.glob("outputs/*/metrics.jsonl")):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    if to_all:
+        os.killpg(process.pid, signal.SIGINT)
+    else:
+        process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=30)
+    assert process.returncode == 130, stderr
+    assert stdout.count("$ hp-muon") == 1
+    assert stderr.count("hp-muon: interrupted; every rank has ended") == 1
+    assert "Traceback" not in stderr
+    with pytest.raises(ProcessLookupError):  # nothing of it is left
+        os.killpg(process.pid, 0)
