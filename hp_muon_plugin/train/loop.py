@@ -106,7 +106,8 @@ class Trainer:
             num_bad = 0 if succeeded and math.isfinite(loss) else num_bad + 1
             if num_bad == _MAX_BAD_IN_A_ROW:
                 raise DivergenceError(
-                    f"{num_bad} steps in a row had a NaN or infinite loss or gradient; the last one was step {step}\n"
+                    f"{num_bad} steps in a row had a NaN or infinite loss, gradient or gradient norm; the last one was "
+                    f"step {step}\n"
                     f"  fix: {_FIX}"
                 )
             if step % run.eval_interval == 0 or step == run.steps:

@@ -1,0 +1,99 @@
+"""The command as users run it, and what has become of its processes."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+CLI = [sys.executable, "-m", "hp_muon_plugin.cli.main"]
+TINY = [
+    "model=tiny_moe",
+    "model.num_layers=1",
+    "model.hidden_size=32",
+    "model.num_attention_heads=2",
+    "model.num_query_groups=1",
+    "model.seq_length=32",
+    "model.moe.num_experts=2",
+    "model.moe.ffn_hidden_size=16",
+    "run.micro_batch_size=2",
+    "run.global_batch_size=4",
+    "run.log_interval=1",
+    "lr_schedule.warmup_steps=1",
+    "topology.ranks=2",
+]
+
+
+def hp_muon(*arguments: str, folder: Path, timeout: float = 60, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*CLI, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        timeout=timeout,
+        check=False,
+        env={**os.environ, **environment},
+    )
+
+
+def started(tmp_path: Path, *arguments: str) -> "subprocess.Popen[str]":
+    """A long run, once both ranks are training."""
+    process = subprocess.Popen(
+        [*CLI, "train", *TINY, "run.steps=100000", "run.name=long", "topology.timeout_s=60", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+    )
+    wait_for_steps(tmp_path / "outputs" / "long" / "metrics.jsonl", process)
+    return process
+
+
+def wait_for_steps(log: Path, process: "subprocess.Popen[str]") -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if log.is_file() and len(log.read_text().splitlines()) > 2:
+            return
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.2)
+    raise AssertionError("training did not begin")
+
+
+def workers_of(parent: int) -> list[int]:
+    listed = subprocess.run(
+        ["ps", "-o", "pid=,args=", "--ppid", str(parent)], capture_output=True, text=True, check=False
+    )  # ps ends with 1 where there is none
+    return [int(line.split()[0]) for line in listed.stdout.splitlines() if "hp_muon_plugin.train.rank_main" in line]
+
+
+def assert_gone(pids: list[int]) -> None:
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except FileNotFoundError:
+        return False
+
+
+def pieces(terminal: int) -> Iterator[bytes]:
+    """What a process writes to its terminal, until it closes it."""
+    while True:
+        try:
+            piece = os.read(terminal, 4096)
+        except OSError:
+            return
+        if not piece:
+            return
+        yield piece
+
+
+def without_escapes(shown: bytes) -> str:
+    return re.sub(rb"\x1b\[[0-9;?]*[A-Za-z]", b"", shown).decode()

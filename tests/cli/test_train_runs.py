@@ -1,0 +1,81 @@
+"""``hp-muon train`` with real ranks, from its first step to its last."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cli.commands import CLI, TINY, hp_muon, pieces, started, without_escapes
+
+
+@pytest.mark.slow  # starts two real ranks
+def test_two_ranks_train_and_write_metrics(tmp_path: Path) -> None:
+    done = hp_muon("train", *TINY, "topology.ep=2", "run.steps=3", "run.name=small", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"step 1/3  loss \d\.\d+  [\d,]+ tokens/s  optimizer [\d.]+ ms  [\d,]+ MiB", done.stdout)
+    assert re.search(r"step 3: held-out loss [\d.]+ nats/token \(unigram entropy of the text: [\d.]+\)", done.stdout)
+    assert "muon=4 parameters" in done.stderr
+    lines = (tmp_path / "outputs" / "small" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 3]
+    assert list((tmp_path / "outputs" / "small" / "tensorboard").glob("events.*"))
+
+
+@pytest.mark.slow  # starts two real ranks under torchrun
+def test_torchrun_works_and_one_rank_reports_a_mistake(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, "-m", "hp_muon_plugin.cli.main", "train", *TINY[:-1], "run.steps=2", "run.name=small"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=90, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "step 2/2" in done.stdout
+    wrong = subprocess.run([*command, "topology.tp=3"], capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert wrong.returncode != 0
+    assert wrong.stderr.count("hp-muon: topology.tp=3") == 1
+    assert "exitcode: 2" in wrong.stderr.replace("exitcode  : 2", "exitcode: 2")
+
+
+@pytest.mark.slow  # starts two real ranks
+def test_a_bar_is_shown_on_a_terminal(tmp_path: Path) -> None:
+    import pty
+
+    master, slave = pty.openpty()
+    command = [*CLI, "train", *TINY, "run.steps=3", "run.name=bar"]
+    process = subprocess.Popen(command, stdout=slave, stderr=subprocess.DEVNULL, cwd=tmp_path)
+    os.close(slave)
+    shown = b"".join(pieces(master))
+    assert process.wait(timeout=30) == 0
+    text = without_escapes(shown)
+    assert "3/3" in text
+    assert "tokens/s" in text
+    assert "step 3: held-out loss" in text
+    assert "step 1/3" not in text
+
+
+@pytest.mark.slow  # starts two real ranks
+def test_a_folder_is_one_runs_at_a_time_and_keeps_what_was_there(tmp_path: Path) -> None:
+    process = started(tmp_path)
+    second = hp_muon("train", *TINY, "run.steps=2", "run.name=long", folder=tmp_path)
+    assert second.returncode == 2
+    message = rf"hp-muon: run\.dir=\S+long: another run is writing there \(process {process.pid}\)\n  fix: give"
+    assert re.search(message, second.stderr), second.stderr
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=20)
+    log = tmp_path / "outputs" / "long" / "metrics.jsonl"
+    before = log.read_text()
+    steps = [json.loads(line)["step"] for line in before.splitlines() if "loss/train" in line]
+    assert steps == list(range(1, len(steps) + 1))
+    assert hp_muon("train", *TINY, "run.steps=2", "run.name=long", folder=tmp_path).returncode == 0
+    assert (tmp_path / "outputs" / "long" / "earlier" / "001" / "metrics.jsonl").read_text() == before
+    assert len(log.read_text().splitlines()) == 3
+    assert len(list((tmp_path / "outputs" / "long" / "tensorboard").iterdir())) == 1
+
+
+@pytest.mark.slow  # starts two real ranks
+def test_a_folder_may_have_any_name(tmp_path: Path) -> None:
+    """The ranks met at a file:// URL, where a question mark ends the path."""
+    done = hp_muon("train", *TINY, "run.steps=2", "run.dir='outputs/a?b #c%20'", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "outputs" / "a?b #c%20" / "metrics.jsonl").is_file()
