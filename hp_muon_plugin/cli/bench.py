@@ -146,3 +146,9 @@ def _device(text: str) -> "torch.device":  # type: ignore[name-defined] # noqa: 
     if text != PlatformName.cpu and not torch.get_device_module(text).is_available():
         raise ConfigError("--device", text, "there is none here", "write cpu")
     return device
+
+
+if __name__ == "__main__":
+    from hp_muon_plugin.cli.main import run_module
+
+    run_module("bench")

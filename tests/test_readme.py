@@ -1,0 +1,75 @@
+"""Every command of the README runs as it stands there."""
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hp_muon_plugin.train.index_file import write_dataset
+
+README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+PROGRAMS = {
+    "hp-muon": [sys.executable, "-m", "hp_muon_plugin.cli.main"],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run"],
+}
+SHORTER = ["run.steps=1", "run.eval_batches=1", "lr_schedule.warmup_steps=0"]
+EXAMPLE_DATA = "/prefix/of/bin-and-idx"
+
+
+def commands_of(text: str) -> list[str]:
+    """Lines of shell blocks that call one of ours, without their comments."""
+    blocks = text.split("```sh\n")[1:]
+    lines = [line.partition("#")[0].strip() for block in blocks for line in block.partition("```")[0].splitlines()]
+    return [line for line in lines if line.partition(" ")[0] in PROGRAMS]
+
+
+def test_the_commands_are_found() -> None:
+    found = commands_of(README)
+    assert len(found) >= 8
+    assert {line.split()[0] for line in found} == set(PROGRAMS)
+    assert sum(line.startswith("hp-muon train") for line in found) >= 6
+
+
+@pytest.mark.slow  # starts up to four real ranks for each
+@pytest.mark.timeout(240)  # the sweep is three runs
+@pytest.mark.parametrize("line", commands_of(README))
+def test_a_command_runs_as_it_stands(line: str, tmp_path: Path) -> None:
+    """The dry run on 8 ranks was refused, and the torchrun line did nothing with exit code 0."""
+    pytest.importorskip("megatron.core")
+    generator = np.random.default_rng(0)
+    write_dataset(str(tmp_path / "mine"), [generator.integers(0, 32000, 500, dtype=np.uint16) for _ in range(20)])
+    program, *arguments = shlex.split(line.replace(EXAMPLE_DATA, str(tmp_path / "mine")))
+    trains = "train" in arguments
+    command = [*PROGRAMS[program], *arguments, *(SHORTER if trains else [])]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=220, check=False)
+    assert done.returncode == 0, done.stderr
+    is_plan = "--dry-run" in arguments
+    if not trains:
+        assert "no problems found" in done.stdout
+    elif is_plan:
+        assert "Muon step of a rank" in done.stdout
+    else:
+        assert "step 1: held-out loss" in done.stdout
+    assert bool(list(tmp_path.rglob("metrics.jsonl"))) == (trains and not is_plan)
+
+
+@pytest.mark.parametrize("command", ["train", "doctor", "bench"])
+@pytest.mark.parametrize("repeat", [False, True])
+def test_every_command_is_a_module_too(command: str, repeat: bool, tmp_path: Path) -> None:
+    """`python -m hp_muon_plugin.cli.train` did nothing, with exit code 0."""
+    arguments = [*([command] if repeat else []), "--nonsense"]
+    done = subprocess.run(
+        [sys.executable, "-m", f"hp_muon_plugin.cli.{command}", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "COLUMNS": "200"},
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "hp-muon" in done.stderr
+    assert "Traceback" not in done.stderr
