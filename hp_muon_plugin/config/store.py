@@ -5,6 +5,7 @@ a misspelt key or a wrong type is refused by Hydra with the name of the option.
 """
 
 from hydra.core.config_store import ConfigStore
+from hydra.plugins.config_source import ConfigLoadError
 
 from hp_muon_plugin.config.optimizer import AdamW, HpMuon
 from hp_muon_plugin.config.trainer import Data, DataParallel, Logger, Model, Platform, Topology, Train
@@ -26,4 +27,14 @@ def register_schemas() -> None:
     """Put every schema into the ConfigStore. Calling it again changes nothing."""
     store = ConfigStore.instance()
     for group, name, node in _SCHEMAS:
-        store.store(group=group, name=name, node=node, provider="hp_muon_plugin")
+        if not _holds(store, f"{name}.yaml" if group is None else f"{group}/{name}.yaml"):
+            store.store(group=group, name=name, node=node, provider="hp_muon_plugin")
+
+
+def _holds(store: ConfigStore, path: str) -> bool:
+    """Hydra 1.4 warns where a name is stored again, and 1.5 refuses it."""
+    try:
+        store.load(path)
+    except ConfigLoadError:
+        return False
+    return True
