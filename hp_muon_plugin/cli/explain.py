@@ -65,7 +65,7 @@ def explain(error: BaseException, overrides: list[str]) -> str:
     commas = _COMMAS.search(text)
     if commas:
         return _commas(commas[1], commas[2])
-    if "NoneType" in text:  # OmegaConf's, for a part of the model that is null
+    if "NoneType" in text or "is None" in text:  # OmegaConf's 2.3 and 2.4, for a part of the model that is null
         written = [found for found in map(_ABSENT_PART.match, overrides) if found]
         if written:
             return _absent_part(written[0])
