@@ -13,12 +13,14 @@ from hp_muon_plugin.errors import ConfigError
 
 Number = TypeVar("Number")
 
+LARGEST = 1e30
+"""Larger numbers leave float32, in which everything is computed, at the first product."""
 _KEY = "hp_muon_range"
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Which values a number may have; NaN and infinity are never among them.
+    """Which values a number may have; NaN, infinity and what float32 does not hold are never among them.
 
     Attributes:
         least: Smallest value, itself allowed.
@@ -41,10 +43,10 @@ class Range:
             value: The value.
 
         Returns:
-            True if it is finite and inside.
+            True if it is inside.
         """
         return (
-            math.isfinite(value)
+            abs(value) <= LARGEST  # false for NaN
             and (self.least is None or value >= self.least)
             and (self.above is None or value > self.above)
             and (self.most is None or value <= self.most)
@@ -134,9 +136,14 @@ def check_ranges(options: object, prefix: str = "") -> Iterator[ConfigError]:
         if is_dataclass(value):
             yield from check_ranges(value, name)
         elif limits is not None and not all(limits.holds(single) for single in _singles(value)):
-            is_finite = all(math.isfinite(single) for single in _singles(value))
-            why = " and ".join(["finite"] * (not is_finite) + limits.words())
+            why = " and ".join([*_size_words(_singles(value)), *limits.words()])
             yield ConfigError(name, _written(value), f"must be {why}", f"e.g. {name}={_written(limits.example)}")
+
+
+def _size_words(values: list[float]) -> list[str]:
+    if not all(abs(value) < math.inf for value in values):  # math.isfinite refuses an int of 400 digits
+        return ["finite"]
+    return [f"between -{LARGEST:g} and {LARGEST:g}"] if max(map(abs, values)) > LARGEST else []
 
 
 def _singles(value: Any) -> list[float]:

@@ -38,6 +38,7 @@ from cli.commands import CLI, TINY, hp_muon
         (["data.cache_dir=/proc/x"], "hp-muon: data.cache_dir=/proc/x: cannot be written to"),
         (["dp.name=foo"], "expected one of [megatron_ddp]"),
         (["optimizer.lr=inf"], "optimizer.lr=inf: must be finite and greater than 0\n  fix: e.g. optimizer.lr=0.005"),
+        (["optimizer.lr=1e300"], "optimizer.lr=1e+300: must be between -1e+30 and 1e+30 and greater than 0"),
         (["run.eval_batches=0"], "run.eval_batches=0: must be at least 1\n  fix: e.g. run.eval_batches=4"),
         (["optimizer.muon_params=[decoder.x]"], "optimizer.muon_params=decoder.x: fits no parameter"),
         (["model=tiny_dense", "-m", "run.seed=-1"], "run.seed=-1: must be at least 0"),
