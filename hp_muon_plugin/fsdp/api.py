@@ -1,7 +1,6 @@
 """``hp_fully_shard``: shard a module's parameters over the ranks of a mesh."""
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -26,7 +25,7 @@ Granularity = Callable[[str, nn.Parameter], tuple[int, bool]]
 _UNIT = "_hp_fsdp_unit"
 _SCHEDULE = "_hp_fsdp_schedule"
 _MAKE_SCHEDULE = "_hp_fsdp_make_schedule"
-_SHARDED: "weakref.WeakSet[nn.Parameter]" = weakref.WeakSet()  # originals that belong to a unit
+_REPLACED = "_hp_fsdp_replaced"  # on the whole parameters that units were made from
 
 
 def default_granularity(name: str, parameter: nn.Parameter) -> tuple[int, bool]:
@@ -107,7 +106,7 @@ def hp_fully_shard(
     unit = Unit(module, buckets, options, axes.near(int(reshard_after_forward or 0)) if is_number else None)
     setattr(module, _UNIT, unit)
     for original in originals:
-        _SHARDED.add(original.parameter)
+        setattr(original.parameter, _REPLACED, True)
     for bucket in buckets:
         for parameter in bucket.parameters:
             parameter.register(parameter.sharded)
@@ -134,7 +133,7 @@ def _originals(module: nn.Module, ignored: set[nn.Parameter]) -> list[Original]:
             if parameter is None or parameter in ignored or hasattr(parameter, "hp_shard"):
                 continue
             name = f"{prefix}.{attribute}" if prefix else attribute
-            if parameter in _SHARDED:
+            if hasattr(parameter, _REPLACED):
                 raise ConfigError(
                     "module",
                     name,

@@ -468,7 +468,7 @@ def test_flops_are_those_of_the_algorithm() -> None:
 
 def test_the_table_prints_its_choice() -> None:
     assert str(choose("cpu", 24, 10240)) == "gram float32"
-    assert str(choose("cpu", 2048, 2048)) == "standard float32, symmetric in 8 block rows"
+    assert str(choose("cpu", 2048, 2048)) == "standard float32, symmetric in 16 block rows"
     assert choose("xpu", 4096, 8192) == choose("cuda", 4096, 8192)
 
 

@@ -16,14 +16,14 @@ def spec(name: str, rows: int, cols: int, tp: int = 1) -> ParamSpec:
 
 
 def test_matrices_of_one_short_side_share_a_batch_wide_and_tall() -> None:
-    plan = build_plan([spec("a", 16, 32), spec("b", 48, 16), spec("c", 16, 32), spec("d", 16, 99)], HpMuon())
+    plan = build_plan([spec("a", 24, 48), spec("b", 72, 24), spec("c", 24, 48), spec("d", 24, 99)], HpMuon())
     (stage,) = plan.stages
     (batch,) = stage.batches
-    assert (batch.short, batch.count, str(batch.algorithm)) == (16, 4, "gram float32")
+    assert (batch.short, batch.count, str(batch.algorithm)) == (24, 4, "gram float32")
     assert [(f.rows, f.cols, [p.param for p in f.parts]) for f in batch.families] == [
-        (16, 32, [0, 2]),
-        (16, 99, [3]),
-        (48, 16, [1]),
+        (24, 48, [0, 2]),
+        (24, 99, [3]),
+        (72, 24, [1]),
     ]
 
 
@@ -77,7 +77,7 @@ def test_flops_and_state_of_a_known_model() -> None:
     )
     assert plan.num_matrices == 4
     assert plan.flops == 5 * (4 * 100 * 20 + 2 * 1000) + 3 * 5 * (4 * 16 * 6 + 2 * 64)
-    assert build_plan([spec("a", 16, 40)], HpMuon()).flops == 4 * 16 * 16 * 40 + 34 * 16**3
+    assert build_plan([spec("a", 16, 80)], HpMuon()).flops == 4 * 16 * 16 * 80 + 34 * 16**3
     assert plan.state_bytes() == 4 * (200 + 72)
     assert plan.state_bytes(2) == 2 * (200 + 72)
 
