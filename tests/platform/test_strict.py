@@ -205,6 +205,25 @@ def test_correct_program_passes(world_size):
     assert run_ranks(world_size, run_correct_program) == [True] * world_size
 
 
+def run_waits_early_or_late(launch):
+    """Rank 0 waits for each call at once, rank 1 for both at the end, the last one first."""
+    axis = axis_of(launch)
+    wire = strict(patience_s=5.0)
+    tensors = torch.ones(4), torch.full((7,), 2.0)
+    handles = []
+    for tensor in tensors:
+        handles.append(wire.all_reduce(tensor, axis))
+        if launch.rank == 0:
+            handles[-1].wait()
+    for handle in reversed(handles):
+        handle.wait()
+    return [tensor[0].item() for tensor in tensors]
+
+
+def test_ranks_may_wait_early_or_late():
+    assert run_ranks(2, run_waits_early_or_late) == [[2.0, 4.0]] * 2
+
+
 def run_disagreement(launch, case):
     axis = axis_of(launch)
     wire = strict()
@@ -265,7 +284,8 @@ def run_first_uses(launch, swapped):
     if swapped and launch.rank == 1:
         axes.reverse()
     wire = strict()
-    handles = [wire.all_reduce(torch.ones(2), axis) for axis in axes]
+    later = axes if launch.rank == 0 else axes[::-1]  # only the first uses matter
+    handles = [wire.all_reduce(torch.ones(2), axis) for axis in (*axes, *later)]
     for handle in handles:
         handle.wait()
     try:
