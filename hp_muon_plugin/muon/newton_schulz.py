@@ -30,7 +30,7 @@ from hp_muon_plugin.muon.coefficients import Coefficients
 from hp_muon_plugin.muon.precision import gram_precision, ieee_float32, settings
 from hp_muon_plugin.muon.prepared import Prepared, Runs, applied, prepare
 from hp_muon_plugin.muon.products import BlockSymmetricProducts, FullProducts, Products, run_all
-from hp_muon_plugin.muon.runs import segments
+from hp_muon_plugin.muon.runs import GramPrecision, segments
 from hp_muon_plugin.muon.scaling import is_in_range, largest_entry, scaled, scaled_half
 from hp_muon_plugin.muon.small_matrices import SmallMatrices
 from hp_muon_plugin.muon.stack import Stack, Target, chunks
@@ -81,17 +81,28 @@ class NewtonSchulz:
         self._num_non_finite = torch.zeros((), dtype=torch.int64, device=device)
         self._dtype: torch.dtype = getattr(torch, algorithm.dtype)
         self._products = _products(algorithm, self._workspace)
-        self._prepared: dict[tuple[Runs, tuple[torch.Size, ...]], Prepared] = {}
+        self._runs: dict[GramPrecision, Runs] = {}
+        self._prepared: dict[GramPrecision, dict[tuple[torch.Size, ...], Prepared]] = {}
+        self._one_chunk: set[tuple[torch.Size, ...]] = set()
         self._version = self._workspace.version
         self._settings = settings(device)
 
     @property
     def runs(self) -> Runs:
         """The steps that one Gram matrix carries, in order, as precision is configured now."""
-        if self.algorithm.form is Form.standard:
-            return tuple((row,) for row in self.coefficients)
-        is_half = self._dtype is not torch.float32
-        return segments(self.coefficients, self.algorithm.precision if is_half else gram_precision(self._device))
+        return self._runs_of(self._precision())
+
+    def _precision(self) -> GramPrecision:
+        """Precision of Gram matrices, as configured now."""
+        return self.algorithm.precision if self._dtype is not torch.float32 else gram_precision(self._device)
+
+    def _runs_of(self, precision: GramPrecision) -> Runs:
+        runs = self._runs.get(precision)
+        if runs is None:
+            is_standard = self.algorithm.form is Form.standard
+            runs = tuple((row,) for row in self.coefficients) if is_standard else segments(self.coefficients, precision)
+            self._runs[precision] = runs
+        return runs
 
     @property
     def num_non_finite(self) -> int:
@@ -164,13 +175,20 @@ class NewtonSchulz:
         if self._non_finite is NonFinite.error:
             _refuse_non_finite(stacks)
         with self._exact():
-            runs = self.runs
-            for chunk in chunks(stacks, self._max_bytes, self._device):
-                self._run(chunk, runs)
+            precision = self._precision()
+            shapes = tuple([stack.x.shape for stack in stacks])
+            if shapes in self._one_chunk:
+                self._run(stacks, shapes, precision)
+                return
+            cut = chunks(stacks, self._max_bytes, self._device)
+            if len(cut) == 1:
+                self._one_chunk.add(shapes)
+            for chunk in cut:
+                self._run(chunk, tuple([stack.x.shape for stack in chunk]), precision)
 
-    def _run(self, chunk: Sequence[Stack], runs: Runs) -> None:
+    def _run(self, chunk: Sequence[Stack], shapes: tuple[torch.Size, ...], precision: GramPrecision) -> None:
         current = [self._copied(stack, position) for position, stack in enumerate(chunk)]
-        prepared = self._prepare(tuple([x.shape for x in current]), runs)
+        prepared = self._prepare(shapes, precision)
         self._form(current, prepared)
         current = self._normalize(current, chunk, prepared)
         run_all(prepared.first)
@@ -187,13 +205,14 @@ class NewtonSchulz:
             for target in stack.targets:
                 self._write(target, x, q, program.identity)
 
-    def _prepare(self, shapes: tuple[torch.Size, ...], runs: Runs) -> Prepared:
+    def _prepare(self, shapes: tuple[torch.Size, ...], precision: GramPrecision) -> Prepared:
         if self._version != self._workspace.version:  # prepared views keep buffers that were replaced alive
             self._prepared.clear()
-        prepared = self._prepared.get((runs, shapes))
+        known = self._prepared.setdefault(precision, {})
+        prepared = known.get(shapes)
         if prepared is None:
-            prepared = prepare(shapes, runs, self._products, self._workspace, self._dtype)
-            self._prepared[runs, shapes] = prepared
+            prepared = prepare(shapes, self._runs_of(precision), self._products, self._workspace, self._dtype)
+            known[shapes] = prepared
             self._version = self._workspace.version
         return prepared
 
