@@ -17,6 +17,7 @@ PROGRAMS = {
     "torchrun": [sys.executable, "-m", "torch.distributed.run"],
 }
 SHORTER = ["run.steps=1", "run.eval_batches=1", "lr_schedule.warmup_steps=0"]
+SMALLER = ["--only", "16x64", "--threads", "1", "--seconds", "0.1"]
 EXAMPLE_DATA = "/prefix/of/bin-and-idx"
 
 
@@ -44,11 +45,15 @@ def test_a_command_runs_as_it_stands(line: str, tmp_path: Path) -> None:
     write_dataset(str(tmp_path / "mine"), [generator.integers(0, 32000, 500, dtype=np.uint16) for _ in range(20)])
     program, *arguments = shlex.split(line.replace(EXAMPLE_DATA, str(tmp_path / "mine")))
     trains = "train" in arguments
-    command = [*PROGRAMS[program], *arguments, *(SHORTER if trains else [])]
+    shorter = SHORTER if trains else SMALLER if "bench" in arguments else []
+    command = [*PROGRAMS[program], *arguments, *shorter]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=220, check=False)
     assert done.returncode == 0, done.stderr
     is_plan = "--dry-run" in arguments
-    if not trains:
+    if "bench" in arguments:
+        assert "standard float32" in done.stdout or "gram float32" in done.stdout
+        assert list(tmp_path.rglob("*.json"))
+    elif not trains:
         assert "no problems found" in done.stdout
     elif is_plan:
         assert "Muon step of a rank" in done.stdout

@@ -3,8 +3,17 @@
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hp_muon_plugin.errors import ConfigError, HpMuonError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from hp_muon_plugin.bench.ns_cases import Case
+    from hp_muon_plugin.bench.report import Row
 
 _ABOUT = (
     "Every round runs ours and every peer once, in one process; times are medians over the rounds, ratios are "
@@ -71,7 +80,7 @@ def _newton_schulz(options: argparse.Namespace) -> int:
     table = load_table(options.table) if options.table else TABLE
     device = _device(options.device)
     if options.calibrate:
-        return _calibrate(options.calibrate, device, threads[0])
+        return _calibrate(options.calibrate, device, threads[0], cases if options.only or options.shapes else [])
     clock = "cpu" if device.type == "cpu" else "wall"
     machine: dict[str, object] = describe(device)
     rows = []
@@ -96,7 +105,7 @@ def _newton_schulz(options: argparse.Namespace) -> int:
     return 0
 
 
-def _calibrate(path: Path, device: "torch.device", threads: int) -> int:  # type: ignore[name-defined] # noqa: F821
+def _calibrate(path: Path, device: "torch.device", threads: int, cases: "Sequence[Case]") -> int:
     import torch
 
     from hp_muon_plugin.bench.calibrate import calibrate
@@ -105,13 +114,18 @@ def _calibrate(path: Path, device: "torch.device", threads: int) -> int:  # type
 
     torch.set_num_threads(threads)
     with torch.inference_mode():
-        rules = calibrate(device)
+        if cases:
+            shorts = sorted({case.short for case in cases})
+            aspects = sorted({case.long / case.short for case in cases}, reverse=True)
+            rules = calibrate(device, shorts=shorts, aspects=aspects)
+        else:
+            rules = calibrate(device)
     save_table(rules, path, note=f"{describe(device)}, {threads} threads")
     print(f"{path}: {len(rules)} rows; use it with optimizer.ns_table={path}")
     return 0
 
 
-def _line(row: "Row") -> str:  # type: ignore[name-defined] # noqa: F821
+def _line(row: "Row") -> str:
     peers = ", ".join(f"{name} {row.ratios[name]:.2f}x" for name in row.peers)
     return (
         f"{row.case} ({row.threads} threads): ours {row.ours:.3g} ms {row.clock}, floor {row.floor:.3g}; "
@@ -129,7 +143,7 @@ def _threads(text: str) -> list[int]:
     return found
 
 
-def _device(text: str) -> "torch.device":  # type: ignore[name-defined] # noqa: F821
+def _device(text: str) -> "torch.device":
     import torch
 
     from hp_muon_plugin.config.choices import PlatformName

@@ -237,7 +237,7 @@ def set_requires_gradient_sync(module: nn.Module, is_required: bool) -> None:
         module: A root.
         is_required: True for the last micro-batch of a step at least.
     """
-    schedule_of(module).syncs = is_required
+    schedule_of(module).reducer.syncs = is_required
 
 
 def set_requires_all_reduce(module: nn.Module, is_required: bool) -> None:
@@ -247,7 +247,7 @@ def set_requires_all_reduce(module: nn.Module, is_required: bool) -> None:
         module: A root.
         is_required: True for the last micro-batch of a step at least.
     """
-    schedule_of(module).all_reduces = is_required
+    schedule_of(module).reducer.all_reduces = is_required
 
 
 @contextlib.contextmanager
@@ -257,9 +257,9 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     Args:
         module: A root.
     """
-    schedule = schedule_of(module)
-    before, schedule.syncs = schedule.syncs, False
+    reducer = schedule_of(module).reducer
+    before, reducer.syncs = reducer.syncs, False
     try:
         yield
     finally:
-        schedule.syncs = before
+        reducer.syncs = before

@@ -50,7 +50,7 @@ def _by_axes(schedule: Schedule, axes_of: AxesOf | None) -> dict[tuple[AxisGroup
     found: dict[tuple[AxisGroup, ...], list[torch.Tensor]] = {}
     for unit in schedule.units:
         for bucket in unit.trainable:
-            owners = schedule.group_of(bucket).mode is not OuterMode.replicate
+            owners = schedule.reducer.group_of(bucket).mode is not OuterMode.replicate
             own = (bucket.shard_axis, *([bucket.mesh.replicate] if owners else []))
             for parameter in bucket.parameters:
                 axes = (*own, *(axes_of(parameter.sharded) if axes_of else ()))

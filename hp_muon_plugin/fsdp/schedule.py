@@ -15,14 +15,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from hp_muon_plugin.config.choices import OuterMode
 from hp_muon_plugin.fsdp.agreement import check_agreement, describe
 from hp_muon_plugin.fsdp.bucket import Bucket
-from hp_muon_plugin.fsdp.buffers import Slot, slots
-from hp_muon_plugin.fsdp.outer import Group, make_groups
+from hp_muon_plugin.fsdp.buffers import slots
+from hp_muon_plugin.fsdp.outer import make_groups
 from hp_muon_plugin.fsdp.parameter import Parameter
 from hp_muon_plugin.fsdp.policy import ScheduleOptions
+from hp_muon_plugin.fsdp.reducer import Reducer
 from hp_muon_plugin.fsdp.unit import State, Unit
-from hp_muon_plugin.platform.wire import Wire, wait_for
-
-_NUM_GRAD_SLOTS = 2  # one being written, one being reduced
+from hp_muon_plugin.platform.wire import Wire
 
 
 class Schedule:
@@ -30,30 +29,24 @@ class Schedule:
 
     Attributes:
         units: The root first, then in the order of ``module.modules()``.
-        groups: Reductions between replicas.
+        reducer: What becomes of gradients.
         in_backward: Whether a backward pass is under way.
-        syncs: Whether backward reduces gradients; False accumulates them whole.
-        all_reduces: Whether backward sums over replicas too; False accumulates sums over the shard axis.
     """
 
     def __init__(self, units: Sequence[Unit], options: ScheduleOptions, mode: OuterMode, wire: Wire) -> None:
         self.units, self._options, self._wire = list(units), options, wire
         self.root = self.units[0]
         self.in_backward = False
-        self.syncs = self.all_reduces = True
         self._order = list(self.units)  # as observed in the last forward
         self._seen: list[Unit] = []
-        self._queue: list[Unit] = []
-        self._settling: Unit | None = None
-        self._own_grad_slots: dict[int, Slot] = {}
         self._check_agreement(mode)
         reach = [bucket for unit in reversed(self.units) for bucket in unit.trainable]
-        self.groups = make_groups(reach, mode, options.outer_bucket_bytes)
-        self._group = {id(bucket): group for group in self.groups for bucket in group.buckets}
+        groups = make_groups(reach, mode, options.outer_bucket_bytes)
+        self.reducer = Reducer(self.units, groups, wire, self.device)
         self._assign(self._order)
         self._watch_grads()
         self._is_watched = False
-        if any(group.segments for group in self.groups):
+        if any(group.segments for group in groups):
             _watch_optimizers(self)
 
     def _check_agreement(self, mode: OuterMode) -> None:
@@ -63,13 +56,9 @@ class Schedule:
 
     def _assign(self, order: Sequence[Unit]) -> None:
         """Give every unit its slots, for units that run in this order."""
-        device = self.device
         may_share = [unit.is_leaf and unit.reshards and unit is not self.root for unit in order]
-        weights = slots([unit.weight_bytes for unit in order], may_share, self._options.prefetch + 1, device)
-        leaves = [unit.is_leaf and unit is not self.root for unit in order]
-        grads = slots([unit.grad_bytes for unit in order], leaves, _NUM_GRAD_SLOTS, device)
-        self._grad_slots = {id(unit): slot for unit, slot in zip(order, grads, strict=True)}
-        for unit, slot in zip(order, weights, strict=True):
+        sizes = [unit.weight_bytes for unit in order]
+        for unit, slot in zip(order, slots(sizes, may_share, self._options.prefetch + 1, self.device), strict=True):
             unit.bind(slot)
 
     @property
@@ -152,7 +141,7 @@ class Schedule:
             unit.has_kept = False
             for bucket in unit.buckets:
                 bucket.refresh()
-        for group in reversed(self.groups):
+        for group in reversed(self.reducer.groups):
             group.send_weights(self._wire)
 
     def _is_first_in_backward(self, unit: Unit) -> bool:
@@ -181,7 +170,7 @@ class Schedule:
         slot.holder = unit
         for bucket in unit.buckets:
             if bucket.is_trainable:
-                self._group[id(bucket)].wait_weights()
+                self.reducer.group_of(bucket).wait_weights()
         unit.begin_gather()
 
     def _prefetch(self, unit: Unit, direction: int) -> None:
@@ -211,7 +200,7 @@ class Schedule:
         unit.is_in_use = True
         if not unit.is_entered:
             unit.is_entered = True
-            self._open_grads(unit)
+            self.reducer.open(unit)
         self._prefetch(unit, -1)
 
     def leave_backward(self, unit: Unit) -> None:
@@ -227,26 +216,14 @@ class Schedule:
         if unit.is_complete or not unit.is_missing_grads:
             unit.is_complete = True
             unit.reshard()
-            self._drain()
+            self.reducer.drain()
 
     def _begin_backward(self) -> None:
         self.in_backward = True
-        self._queue = [unit for unit in reversed(self._order) if unit.trainable]
+        self.reducer.begin(self._order)
         for unit in self.units:
             unit.is_entered = unit.is_complete = unit.is_reduced = unit.has_passed = False
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-
-    def _open_grads(self, unit: Unit) -> None:
-        if not unit.trainable:
-            return
-        if unit.grads is None:
-            slot = self._grad_slots[id(unit)]
-            if isinstance(slot.holder, Unit) and slot.holder is self._settling:
-                self._settle()
-            if slot.holder is not None or not self.syncs:  # held until a later micro-batch
-                slot = self._own_grad_slots.setdefault(id(unit), Slot(unit.grad_bytes, self.device))
-            unit.open_grads(slot)
-        unit.expect_grads()
 
     def _advance(self, unit: Unit) -> None:
         if unit.is_missing_grads:
@@ -254,62 +231,22 @@ class Schedule:
         unit.is_complete = True
         if unit.is_leaf and not unit.has_boundary:
             unit.reshard()
-        self._drain()
-
-    def _drain(self) -> None:
-        """Begin the reductions whose turn it is."""
-        while self._queue and self._queue[0].is_complete:
-            self._reduce(self._queue.pop(0))
-
-    def _reduce(self, unit: Unit) -> None:
-        if not self.syncs:
-            return
-        unit.is_reduced = True
-        if unit.grads is None:  # backward did not reach it; other ranks' may have
-            self._open_grads(unit)
-        assert unit.grads is not None
-        unit.pending = [
-            bucket.reduce(flat, self._group[id(bucket)].out(bucket))
-            for bucket, flat in zip(unit.trainable, unit.grads, strict=True)
-        ]
-        self._settle()
-        self._settling = unit
-
-    def _settle(self) -> None:
-        """Wait for the last reduction over the shard axis; begin that between replicas if a group is full."""
-        unit, self._settling = self._settling, None
-        if unit is None:
-            return
-        wait_for(unit.pending, "reduce-scatter of gradients of {}", unit.name)
-        unit.close_grads()
-        for bucket in unit.trainable:
-            group = self._group[id(bucket)]
-            group.settle(bucket)
-            if self.all_reduces and group.is_full:
-                group.begin(self._wire)
+        self.reducer.drain()
 
     def _end_backward(self) -> None:
-        for unit in self._queue:
-            unit.is_complete = True
-        self._drain()
-        self._settle()
-        if self.syncs:
-            for group in self.groups:
-                if self.all_reduces:
-                    group.finish()
-                    group.is_stale |= not self._is_watched
-                else:
-                    group.keep_partial()
+        self.reducer.end()
+        if self.reducer.syncs and self.reducer.all_reduces and not self._is_watched:
+            self._mark_stale()
         self._reshard_all()
         self.in_backward = False
         for unit in self.units:
             unit.is_in_use = unit.is_entered = unit.is_reduced = False
 
-    # Outside of a step
+    def _mark_stale(self) -> None:
+        for group in self.reducer.groups:
+            group.is_stale = bool(group.segments)
 
-    def group_of(self, bucket: Bucket) -> Group:
-        """The group of a trainable bucket."""
-        return self._group[id(bucket)]
+    # Outside of a step
 
     def reshard(self) -> None:
         """Register the shards of all units, whatever the last pass left gathered."""
@@ -318,7 +255,7 @@ class Schedule:
     def settle_weights(self) -> None:
         """Reshard, and bring every shard up to date with its owner's. All ranks must call it."""
         self._reshard_all()
-        for group in self.groups:
+        for group in self.reducer.groups:
             group.send_weights(self._wire)
             group.wait_weights()
             group.send_shards(self._wire)
@@ -329,8 +266,7 @@ class Schedule:
         All ranks must call it alike.
         """
         self._is_watched = True
-        for group in self.groups:
-            group.is_stale = True
+        self._mark_stale()
 
 
 _WATCHED: "weakref.WeakSet[Schedule]" = weakref.WeakSet()

@@ -58,7 +58,8 @@ def prepare(
         The operations.
     """
     counts, sides = [shape[0] for shape in shapes], [min(shape[1:]) for shape in shapes]
-    small = SmallMatrices(sum(counts), max(sides), products, workspace, dtype)
+    longest_run = max(len(run) for run in runs)
+    small = SmallMatrices(sum(counts), max(sides), products, workspace, dtype, longest_run=longest_run)
     clear = (Operation(small.gram.zero_),) if min(sides) < max(sides) else ()
 
     def pieces(whole: torch.Tensor) -> list[torch.Tensor]:

@@ -55,7 +55,8 @@ class Normalizer:
 class SmallMatrices:
     """Buffers and programs for ``B`` small matrices.
 
-    Four buffers of ``(B, m, m)`` are used: ``16 B m^2`` bytes in float32.
+    Four buffers of ``(B, m, m)`` are used, ``16 B m^2`` bytes in float32; two if every run has one step. Then
+    there is room to keep their rows from lying a power of two apart, which makes mirroring slow.
 
     Args:
         count: ``B``.
@@ -63,15 +64,24 @@ class SmallMatrices:
         products: How products are computed.
         workspace: Where the buffers come from.
         dtype: Their type.
+        longest_run: Steps of the longest run.
     """
 
     def __init__(
-        self, count: int, short: int, products: Products, workspace: Workspace, dtype: torch.dtype = torch.float32
+        self,
+        count: int,
+        short: int,
+        products: Products,
+        workspace: Workspace,
+        dtype: torch.dtype = torch.float32,
+        *,
+        longest_run: int = 2,
     ) -> None:
         shape = (count, short, short)
-        self.gram = workspace.take("gram", shape, dtype)
+        take, num_spare = (workspace.take_padded, 1) if longest_run == 1 else (workspace.take, 3)
+        self.gram = take("gram", shape, dtype)
         self._products = products
-        self._spare = [workspace.take(f"small{i}", shape, dtype) for i in range(3)]
+        self._spare = [take(f"small{i}", shape, dtype) for i in range(num_spare)]
         self.normalizer = self._normalizer(workspace, count)
 
     def run_program(self, run: Sequence[Coefficients], *, is_first: bool) -> RunProgram:

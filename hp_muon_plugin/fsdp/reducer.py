@@ -1,0 +1,109 @@
+"""Whole gradients of units on their way to reduced shards, in one order on every rank."""
+
+from collections.abc import Sequence
+
+import torch
+
+from hp_muon_plugin.fsdp.bucket import Bucket
+from hp_muon_plugin.fsdp.buffers import Slot, slots
+from hp_muon_plugin.fsdp.outer import Group
+from hp_muon_plugin.fsdp.unit import Unit
+from hp_muon_plugin.platform.wire import Wire, wait_for
+
+_NUM_GRAD_SLOTS = 2  # one being written, one being reduced
+
+
+class Reducer:
+    """Reductions of one model's backward passes.
+
+    Attributes:
+        groups: Reductions between replicas.
+        syncs: Whether backward reduces gradients; False accumulates them whole.
+        all_reduces: Whether backward sums over replicas too; False accumulates sums over the shard axis.
+    """
+
+    def __init__(self, units: Sequence[Unit], groups: Sequence[Group], wire: Wire, device: torch.device) -> None:
+        self.groups, self._wire, self._device = list(groups), wire, device
+        self.syncs = self.all_reduces = True
+        self._group = {id(bucket): group for group in groups for bucket in group.buckets}
+        self._queue: list[Unit] = []
+        self._settling: Unit | None = None
+        self._own_slots: dict[int, Slot] = {}
+        may_share = [unit.is_leaf and unit is not units[0] for unit in units]
+        shared = slots([unit.grad_bytes for unit in units], may_share, _NUM_GRAD_SLOTS, device)
+        self._slots = {id(unit): slot for unit, slot in zip(units, shared, strict=True)}
+
+    def group_of(self, bucket: Bucket) -> Group:
+        """The group of a trainable bucket."""
+        return self._group[id(bucket)]
+
+    def begin(self, order: Sequence[Unit]) -> None:
+        """Begin a backward pass.
+
+        Args:
+            order: Units as forward ran them, then those that did not run; the same on every rank.
+        """
+        self._queue = [unit for unit in reversed(order) if unit.trainable]
+
+    def open(self, unit: Unit) -> None:
+        """Give a unit's gradients of this backward pass a place.
+
+        Args:
+            unit: The unit.
+        """
+        if not unit.trainable:
+            return
+        if unit.grads is None:
+            slot = self._slots[id(unit)]
+            if isinstance(slot.holder, Unit) and slot.holder is self._settling:
+                self._settle()
+            if slot.holder is not None or not self.syncs:  # held until a later micro-batch
+                slot = self._own_slots.setdefault(id(unit), Slot(unit.grad_bytes, self._device))
+            unit.open_grads(slot)
+        unit.expect_grads()
+
+    def drain(self) -> None:
+        """Begin the reductions whose turn it is."""
+        while self._queue and self._queue[0].is_complete:
+            unit = self._queue.pop(0)
+            if self.syncs:
+                self._reduce(unit)
+
+    def end(self) -> None:
+        """End a backward pass: reduce what is left, and wait for everything."""
+        for unit in self._queue:
+            unit.is_complete = True  # not reached here, but maybe on another rank
+        self.drain()
+        self._settle()
+        if not self.syncs:
+            return
+        for group in self.groups:
+            if self.all_reduces:
+                group.finish()
+            else:
+                group.keep_partial()
+
+    def _reduce(self, unit: Unit) -> None:
+        unit.is_reduced = True
+        if unit.grads is None:
+            self.open(unit)
+        assert unit.grads is not None
+        unit.pending = [
+            bucket.reduce(flat, self._group[id(bucket)].out(bucket))
+            for bucket, flat in zip(unit.trainable, unit.grads, strict=True)
+        ]
+        self._settle()
+        self._settling = unit
+
+    def _settle(self) -> None:
+        """Wait for the last reduction over the shard axis; begin that between replicas if a group is full."""
+        unit, self._settling = self._settling, None
+        if unit is None:
+            return
+        wait_for(unit.pending, "reduce-scatter of gradients of {}", unit.name)
+        unit.close_grads()
+        for bucket in unit.trainable:
+            group = self._group[id(bucket)]
+            group.settle(bucket)
+            if self.all_reduces and group.is_full:
+                group.begin(self._wire)
