@@ -158,6 +158,19 @@ class BucketLayout:
         last = first + self.shard_numel
         return min(max(first, 0), placement.numel), min(max(last, 0), placement.numel)
 
+    def place_in_shard(self, key: str | int, shard_index: int) -> int:
+        """Where the elements of a parameter that one shard holds lie in it.
+
+        Args:
+            key: Name of the parameter or its place in ``placements``.
+            shard_index: The shard.
+
+        Returns:
+            First element in the shard; 0 if it holds none of it.
+        """
+        start, stop = self.span(key, shard_index)
+        return self.placement(key).offset + start - shard_index * self.shard_numel if stop > start else 0
+
     def shard_pieces(self, shard_index: int) -> tuple[ShardPiece, ...]:
         """Everything one shard holds, in buffer order.
 
