@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -36,7 +36,7 @@ class Interrupted(Exception):
     """The user pressed Ctrl-C, or the launcher got SIGTERM or SIGHUP."""
 
 
-class _Stop:
+class Stop:
     """Takes Ctrl-C, SIGTERM and SIGHUP while ranks run: a flag, so that nothing is cut off half-way.
 
     A signal that was ignored before, as SIGHUP under nohup, stays so. What is asked for a second
@@ -48,7 +48,7 @@ class _Stop:
         self.hurry: Callable[[], None] = lambda: None
         self._before: dict[signal.Signals, Any] = {}
 
-    def __enter__(self) -> "_Stop":
+    def __enter__(self) -> "Stop":
         for number in _STOPPING:
             if signal.getsignal(number) not in (signal.SIG_IGN, None):
                 self._before[number] = signal.signal(number, self._note)
@@ -81,15 +81,43 @@ def launch_ranks(config: Train, folder: Path, *, num_ranks: int) -> Failure | No
         Interrupted: After Ctrl-C, SIGTERM or SIGHUP; every rank has ended.
         ConfigError: If the folder is another run's, or cannot be written to.
     """
-    processes: _Processes = []
-    with (
-        claimed(folder),
-        tempfile.TemporaryDirectory(prefix="hp-muon-", ignore_cleanup_errors=True) as meeting,
-        _Stop() as stop,
-    ):
+    with claimed(folder):
         save_train(config, folder / CONFIG)
+        arguments = ["hp_muon_plugin.train.rank_main", str(folder / CONFIG), str(folder)]
+        return launch_module(arguments, folder, num_ranks=num_ranks, threads=config.topology.threads)
+
+
+def launch_module(arguments: Sequence[str], folder: Path, *, num_ranks: int, threads: int) -> Failure | None:
+    """Run a module on several ranks to their end.
+
+    The module should end with its launcher, see :func:`~hp_muon_plugin.train.rank_main.die_with`, and
+    report failures, see :func:`~hp_muon_plugin.train.worker.run_and_report`. Rank 0 shows its output;
+    the others write ``rank{N}.log`` into the folder.
+
+    Args:
+        arguments: The module, as ``python -m`` takes it, and its arguments.
+        folder: Where ranks leave logs and reports; there are none yet.
+        num_ranks: Ranks to start.
+        threads: CPU threads of each.
+
+    Returns:
+        None if all ended well, else the first failure; then every rank has ended.
+
+    Raises:
+        Interrupted: After Ctrl-C, SIGTERM or SIGHUP; every rank has ended.
+    """
+    processes: _Processes = []
+    with tempfile.TemporaryDirectory(prefix="hp-muon-", ignore_cleanup_errors=True) as meeting, Stop() as stop:
+        variables = {
+            "WORLD_SIZE": str(num_ranks),
+            "LOCAL_WORLD_SIZE": str(num_ranks),
+            "OMP_NUM_THREADS": str(threads),
+            "PYTHONFAULTHANDLER": "1",
+            INIT_METHOD: f"file://{Path(meeting) / 'store'}",
+            LAUNCHER: str(os.getpid()),
+        }
         try:
-            failure = _start_all(processes, num_ranks, config, folder, Path(meeting) / "store", stop)
+            failure = _start_all(processes, num_ranks, arguments, folder, variables, stop)
             failure = failure or _watch(processes, folder, stop)
         finally:
             stop.hurry = lambda: _kill(processes)
@@ -100,31 +128,29 @@ def launch_ranks(config: Train, folder: Path, *, num_ranks: int) -> Failure | No
 
 
 def _start_all(
-    processes: _Processes, num_ranks: int, config: Train, folder: Path, store: Path, stop: _Stop
+    processes: _Processes,
+    num_ranks: int,
+    arguments: Sequence[str],
+    folder: Path,
+    variables: Mapping[str, str],
+    stop: Stop,
 ) -> Failure | None:
     """Add one process per rank to ``processes``, each as soon as it runs, so that all of them are ended."""
     for rank in range(num_ranks):
         if stop.is_set:
             break
         try:
-            processes.append(_start(rank, num_ranks, config, folder, store))
+            processes.append(_start(rank, arguments, folder, variables))
         except OSError as error:  # the system starts no more processes, or its disk is full
             return Failure(rank, f"could not be started: {error}", FAILURE_EXIT, None)
     return None
 
 
-def _start(rank: int, num_ranks: int, config: Train, folder: Path, store: Path) -> "subprocess.Popen[bytes]":
-    environment = dict(
-        os.environ,
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(num_ranks),
-        LOCAL_WORLD_SIZE=str(num_ranks),
-        OMP_NUM_THREADS=str(config.topology.threads),
-        PYTHONFAULTHANDLER="1",
-    )
-    environment |= {INIT_METHOD: f"file://{store}", LAUNCHER: str(os.getpid())}
-    command = [sys.executable, "-m", "hp_muon_plugin.train.rank_main", str(folder / CONFIG), str(folder)]
+def _start(
+    rank: int, arguments: Sequence[str], folder: Path, variables: Mapping[str, str]
+) -> "subprocess.Popen[bytes]":
+    environment = {**os.environ, **variables, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    command = [sys.executable, "-m", *arguments]
     options: dict[str, Any] = {"env": environment, "start_new_session": True}
     if rank == 0:
         return subprocess.Popen(command, **options)
@@ -132,7 +158,7 @@ def _start(rank: int, num_ranks: int, config: Train, folder: Path, store: Path) 
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, **options)
 
 
-def _watch(processes: _Processes, folder: Path, stop: _Stop) -> Failure | None:
+def _watch(processes: _Processes, folder: Path, stop: Stop) -> Failure | None:
     while not stop.is_set:
         codes = [process.poll() for process in processes]
         if any(codes):
@@ -145,22 +171,35 @@ def _watch(processes: _Processes, folder: Path, stop: _Stop) -> Failure | None:
 
 
 def _first_failure(codes: list[int | None], folder: Path) -> Failure:
-    reports = []
-    for rank in range(len(codes)):
-        path = error_path(folder, rank)
-        if path.is_file():
-            reports.append(json.loads(path.read_text(encoding="utf-8")))
     killed = [rank for rank, code in enumerate(codes) if code is not None and code < 0]
     if killed:  # it could not report; what the others report is the consequence
         rank = killed[0]
         name = signal.Signals(-codes[rank]).name  # type: ignore[operator]
         return Failure(rank, f"was killed by {name}{_memory_hint(name)}", FAILURE_EXIT, _log(folder, rank))
-    if reports:
-        first = min(reports, key=lambda report: report["time"])
-        rank = first["rank"]
-        return Failure(rank, first["message"], USAGE_EXIT if first["is_usage"] else FAILURE_EXIT, _log(folder, rank))
+    reported = reported_failure(folder, num_ranks=len(codes))
+    if reported is not None:
+        return reported
     rank = next(rank for rank, code in enumerate(codes) if code)
     return Failure(rank, f"ended with exit code {codes[rank]} and no message", FAILURE_EXIT, _log(folder, rank))
+
+
+def reported_failure(folder: Path, *, num_ranks: int) -> Failure | None:
+    """The first failure that a rank reported.
+
+    Args:
+        folder: Where ranks leave reports.
+        num_ranks: Ranks.
+
+    Returns:
+        The failure; None if no rank reported one.
+    """
+    paths = [error_path(folder, rank) for rank in range(num_ranks)]
+    reports = [json.loads(path.read_text(encoding="utf-8")) for path in paths if path.is_file()]
+    if not reports:
+        return None
+    first = min(reports, key=lambda report: float(report["time"]))
+    rank = first["rank"]
+    return Failure(rank, first["message"], USAGE_EXIT if first["is_usage"] else FAILURE_EXIT, _log(folder, rank))
 
 
 def _log(folder: Path, rank: int) -> Path | None:

@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -59,16 +60,26 @@ def run_process(config_path: str, folder: str) -> None:
         config_path: File with checked options.
         folder: The run's folder.
     """
+    run_and_report(lambda: run_rank(load_train(Path(config_path)), Path(folder)), Path(folder))
+
+
+def run_and_report(function: Callable[[], None], folder: Path) -> None:
+    """Run what a rank has to do; if it fails, report that and end the process.
+
+    Args:
+        function: What to do.
+        folder: The run's folder.
+    """
     signal.signal(signal.SIGTERM, _terminate)
     rank = int(os.environ["RANK"])
     try:
-        run_rank(load_train(Path(config_path)), Path(folder))
+        function()
     except Terminated:
         _flush()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)  # so that whoever waits for it sees why it ended
     except Exception as error:  # the rank ends here, whatever it was
-        code = report_failure(error, Path(folder), rank)
+        code = report_failure(error, folder, rank)
         _flush()
         os._exit(code)  # other ranks may be inside a collective: do not wait for them in a destructor
 
