@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hp_muon_plugin.cli import bench_fsdp
 from hp_muon_plugin.errors import ConfigError, HpMuonError
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ def run(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="hp-muon bench", description="Benchmarks against named peers.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="BENCHMARK")
     _add_newton_schulz(commands)
+    bench_fsdp.add(commands)
     options = parser.parse_args(arguments)
     try:
         return int(options.run(options))
