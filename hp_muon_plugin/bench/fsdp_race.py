@@ -135,8 +135,9 @@ class _Judgement:
         grads = list(contender.gradients())
         errors.append(self._compare(grads, self._grads, None))
         if self._has_optimizer:
-            with torch.no_grad():
-                contender.model(self._batches[0])  # weights that another replica updated arrive before a forward
+            if contender.counted is not None:  # fully_shard would leave the root gathered, rounded to bf16
+                with torch.no_grad():
+                    contender.model(self._batches[0])  # weights that another replica updated arrive before a forward
             errors.append(self._compare(list(contender.weights()), self._weights, self._start))
         return max(errors)
 
