@@ -7,6 +7,7 @@ finished. Empty buffers start no collective, as all ranks agree that they are em
 
 CPU tensors take their own route (gloo). Its reduce-scatter is an all-reduce of a clone, twice the
 bytes; there, shards are exchanged with one all-to-all and added by the rank that keeps them. Its
+reduce scatters and then gathers, half as many bytes again; there, the owner receives all and adds. Its
 all-gather waits for one neighbour at a time; a broadcast from each rank moves the same bytes.
 What is copied or summed here is written through ``.data``, so that autograd's version counters stay
 as they are, as with every collective of c10d.
@@ -166,6 +167,8 @@ class C10dWire:
         assert 0 <= owner_index < axis.size, (owner_index, axis)
         if axis.group is None or tensor.numel() == 0:
             return Finished()
+        if tensor.device.type == "cpu":
+            return self._collect_and_sum(tensor, owner_index, axis)
         owner = dist.get_global_rank(axis.group, owner_index)
         # (size - 1) / size of tensor leaves each rank and arrives at the owner
         return _Pending([dist.reduce(tensor, owner, dist.ReduceOp.SUM, axis.group, async_op=True)], (tensor,))
@@ -189,6 +192,21 @@ class C10dWire:
             self._scratch.give(scratch)
 
         return _Pending([work], (output, source), add)
+
+    def _collect_and_sum(self, tensor: torch.Tensor, owner_index: int, axis: AxisGroup) -> Handle:
+        is_owner = axis.index == owner_index
+        scratch = self._scratch.take(axis.size * tensor.numel() if is_owner else 0, tensor.dtype)
+        sent = [tensor.numel() if index == owner_index else 0 for index in range(axis.size)]
+        received = [tensor.numel() if is_owner else 0] * axis.size
+        # all of tensor leaves each rank but the owner; gloo's own reduce sends half as much again
+        work = dist.all_to_all_single(scratch, tensor, received, sent, group=axis.group, async_op=True)
+
+        def add() -> None:
+            if is_owner:
+                self._sum_rows(tensor, scratch.view(axis.size, tensor.numel()))
+            self._scratch.give(scratch)
+
+        return _Pending([work], (tensor,), add)
 
     def _sum_rows(self, output: torch.Tensor, rows: torch.Tensor) -> None:
         partial = self._scratch.take(SUM_BLOCK, torch.float32) if output.dtype in _HALVES else None
