@@ -57,7 +57,7 @@ def hp_fully_shard(
     max_padding: float = 0.01,
     prefetch: int = 1,
     outer: OuterMode | str = OuterMode.replicate,
-    outer_bucket_bytes: int = 32 << 20,
+    outer_bucket_bytes: int | None = None,
     wire: Wire | None = None,
 ) -> nn.Module:
     """Shard the parameters of a module that are not in units inside it, as ``fully_shard`` of PyTorch does.
@@ -87,7 +87,8 @@ def hp_fully_shard(
             update all weights. ``broadcast``: the same sum, but each weight is updated by one replica, which
             sends it to the others before the next forward. ``shard``: the same, and gradients are summed
             only where they are used.
-        outer_bucket_bytes: For the root: least size of one reduction between replicas.
+        outer_bucket_bytes: For the root: least size of one reduction between replicas. None: an eighth of the
+            model's shard, but 1 MiB at least and 32 MiB at most.
         wire: Collectives; None takes torch.distributed.
 
     Returns:

@@ -12,8 +12,12 @@ import torch
 
 from hp_muon_plugin.config.choices import OuterMode
 from hp_muon_plugin.fsdp.bucket import Bucket
+from hp_muon_plugin.layout.bucket import Placement
 from hp_muon_plugin.platform.collectives import AxisGroup
 from hp_muon_plugin.platform.wire import Handle, Wire, wait_for
+
+_GROUPS = 8  # so that all but the last eighth of what the slow link carries hides behind backward
+_LEAST_BYTES, _MOST_BYTES = 1 << 20, 32 << 20
 
 
 @dataclass(slots=True)
@@ -122,20 +126,19 @@ class Group:
         """
         return self._owners.get(id(bucket))
 
-    def assign_owners(self) -> None:
-        """Divide the parameters over replicas, in buffer order and by their whole size.
+    def assign_owners(self, turn: int) -> None:
+        """Divide the parameters of each shard over replicas, in buffer order.
 
         Depends on layouts only, so that all ranks of a shard group agree on the owner of a parameter.
+
+        Args:
+            turn: Number of the group. Where one parameter fills a shard, its owner changes from group to group.
         """
-        sizes = [placement.numel for bucket in self.buckets for placement in bucket.layout.placements]
-        total, seen = max(1, sum(sizes)), 0
-        owners = []
-        for size in sizes:
-            owners.append(min(self.axis.size - 1, (seen + size // 2) * self.axis.size // total))
-            seen += size
-        rest = iter(owners)
+        place, size, total = 0, self.axis.size, max(1, self.grad.numel())
         for bucket in self.buckets:
-            self._owners[id(bucket)] = [next(rest) for _ in bucket.layout.placements]
+            centers = [place + _center(bucket, placement) for placement in bucket.layout.placements]
+            self._owners[id(bucket)] = [(min(size - 1, center * size // total) + turn) % size for center in centers]
+            place += bucket.layout.shard_numel
         self.segments = list(self._segments())
 
     def _segments(self) -> Iterator[Segment]:
@@ -236,23 +239,34 @@ class Group:
         wait_for(self.weight_handles, "weights from their owners on {}", self.axis.axis)
 
 
-def make_groups(buckets: Sequence[Bucket], mode: OuterMode, least_bytes: int) -> list[Group]:
+def _center(bucket: Bucket, placement: Placement) -> int:
+    """The middle of a parameter in the shard that holds most of it."""
+    spans = [bucket.layout.span(placement.name, shard) for shard in range(bucket.shard_axis.size)]
+    shard = max(range(len(spans)), key=lambda shard: spans[shard][1] - spans[shard][0])
+    start, stop = spans[shard]
+    return placement.offset + (start + stop) // 2 - shard * bucket.layout.shard_numel
+
+
+def make_groups(buckets: Sequence[Bucket], mode: OuterMode, least_bytes: int | None) -> list[Group]:
     """Fuse neighbouring buckets.
 
     Args:
         buckets: Trainable buckets in the order in which backward reaches them.
         mode: What replicas do.
-        least_bytes: A group is closed when it holds this much.
+        least_bytes: A group is closed when it holds this much. None: see :class:`ScheduleOptions`.
 
     Returns:
         Groups; each bucket is in exactly one.
     """
-    groups = []
+    if least_bytes is None:
+        total = sum(bucket.layout.shard_numel * bucket.reduce_dtype.itemsize for bucket in buckets)
+        least_bytes = min(_MOST_BYTES, max(_LEAST_BYTES, total // _GROUPS))
+    groups: list[Group] = []
     pending: list[Bucket] = []
 
     def close() -> None:
         if pending:
-            groups.append(_group(list(pending), mode))
+            groups.append(_group(list(pending), mode, len(groups)))
             pending.clear()
 
     for bucket in buckets:
@@ -272,7 +286,7 @@ def _key(bucket: Bucket) -> tuple[AxisGroup, AxisGroup, torch.dtype, torch.dtype
     return mesh.replicate, mesh.shard, *dtypes, bucket.divisor
 
 
-def _group(buckets: list[Bucket], mode: OuterMode) -> Group:
+def _group(buckets: list[Bucket], mode: OuterMode, turn: int) -> Group:
     first, axis = buckets[0], buckets[0].mesh.replicate
     numel = sum(bucket.layout.shard_numel for bucket in buckets)
     grad = torch.zeros(numel, dtype=first.reduce_dtype, device=first.master.device)
@@ -287,5 +301,5 @@ def _group(buckets: list[Bucket], mode: OuterMode) -> Group:
         for bucket in buckets:
             bucket.rebase(group.compute[start : start + bucket.layout.shard_numel])
             start += bucket.layout.shard_numel
-        group.assign_owners()
+        group.assign_owners(turn)
     return group

@@ -48,8 +48,9 @@ class ScheduleOptions:
     Attributes:
         prefetch: Units that are gathered ahead, in forward and in backward. At most ``prefetch + 1`` units
             are held whole at any time, besides the root and units that contain others.
-        outer_bucket_bytes: Least size of one reduction between replicas: neighbouring units are fused.
+        outer_bucket_bytes: Least size of one reduction between replicas: neighbouring units are fused. None: an
+            eighth of the model's shard, but 1 MiB at least and 32 MiB at most.
     """
 
     prefetch: int = 1
-    outer_bucket_bytes: int = 32 << 20
+    outer_bucket_bytes: int | None = None
