@@ -88,11 +88,11 @@ class Reducer:
         if unit.grads is None:
             self.open(unit)
         assert unit.grads is not None
+        self._settle()  # first, so that no more than one reduction needs scratch at a time
         unit.pending = [
             bucket.reduce(flat, self._group[id(bucket)].out(bucket))
             for bucket, flat in zip(unit.trainable, unit.grads, strict=True)
         ]
-        self._settle()
         self._settling = unit
 
     def _settle(self) -> None:

@@ -122,7 +122,7 @@ class C10dWire:
     On CPU, ``reduce_scatter`` adds the ranks' slices in axis order, whatever their position in the
     buffer, so that equal inputs give equal bits however they are packed. Sums of bf16 and fp16 are
     held in fp32 and rounded once there. That happens in ``wait()``, on the calling thread. Its
-    scratch is kept for the next call of the same size and dtype.
+    scratch is kept for the next call of the same dtype and no larger size.
     """
 
     def __init__(self) -> None:
@@ -251,17 +251,21 @@ class _Pending:
 
 
 class _Scratch:
-    """CPU buffers that come back: several may be out at once, and none is allocated twice."""
+    """CPU buffers that come back: several may be out at once, and a smaller one may be the start of a larger."""
 
     def __init__(self) -> None:
-        self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+        self._free: list[torch.Tensor] = []
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        free = self._free.get((numel, dtype))
-        return free.pop() if free else torch.empty(numel, dtype=dtype)
+        fitting = [free for free in self._free if free.dtype is dtype and free.numel() >= numel]
+        if not fitting:
+            return torch.empty(numel, dtype=dtype)
+        found = min(fitting, key=torch.Tensor.numel)
+        self._free = [free for free in self._free if free is not found]
+        return found if found.numel() == numel else found[:numel]
 
     def give(self, tensor: torch.Tensor) -> None:
-        self._free.setdefault((tensor.numel(), tensor.dtype), []).append(tensor)
+        self._free.append(tensor if tensor._base is None else tensor._base)
 
 
 def _copied(output: torch.Tensor, source: torch.Tensor) -> Handle:
