@@ -280,11 +280,14 @@ def _gather_by_broadcasts(
     slices = output.view(axis.size, source.numel())
     _copied(slices[axis.index], source)
     # (size - 1) / size of output arrives on each rank
-    works = [
-        dist.broadcast(slices[index], dist.get_global_rank(group, index), group, async_op=True)
-        for index in range(axis.size)
-    ]
-    return _Pending(works, (output, source))
+    return _Pending([_broadcast(group, slices[index], index) for index in range(axis.size)], (output, source))
+
+
+def _broadcast(group: dist.ProcessGroup, tensor: torch.Tensor, owner_index: int) -> dist.Work:
+    """``dist.broadcast`` without its checks, which take longer than the call for the units of small layers."""
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor, options.asyncOp = owner_index, 0, True
+    return group.broadcast([tensor], options)
 
 
 def wait_for(handles: list[Handle], what: str, name: str) -> None:
