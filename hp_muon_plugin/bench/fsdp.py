@@ -1,9 +1,11 @@
 """``hp-muon bench fsdp``: starts the ranks, and makes rows of what they found."""
 
 import json
+import signal
 import statistics
 import subprocess
 import sys
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +17,11 @@ from hp_muon_plugin.bench.fsdp_traffic import SLOW
 from hp_muon_plugin.bench.report import Row
 from hp_muon_plugin.bench.timing import Times, paired_ratio
 from hp_muon_plugin.errors import ConfigError
-from hp_muon_plugin.train.launch import Failure, launch_module, reported_failure
-from hp_muon_plugin.train.worker import FAILURE_EXIT
+from hp_muon_plugin.train.launch import Interrupted, Stop, launch_module, reported_failure
+from hp_muon_plugin.train.worker import FAILURE_EXIT, Failure
 
 _MODULE = "hp_muon_plugin.bench.fsdp_rank"
+_POLL_S = 0.1
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 LIMIT, LIMIT_BF16 = 1e-3, 5e-2
 """Relative error up to which a contender is right. Sums in another order were seen to be off by 1e-6 in float32;
@@ -89,11 +92,25 @@ def run_on_testbed(
         "--log-dir": folder,
     }
     command = [str(testbed.path), *(str(word) for pair in options.items() for word in pair)]
-    code = subprocess.run([*command, "--", "-m", _MODULE, *_arguments(plan, folder)]).returncode
+    code = _run_to_the_end([*command, "--", "-m", _MODULE, *_arguments(plan, folder)])
     if code == 0:
         return None
     reported = reported_failure(folder, num_ranks=num_ranks)
     return reported or Failure(0, f"the testbed ended with exit code {code}", FAILURE_EXIT, None)
+
+
+def _run_to_the_end(command: list[str]) -> int:
+    """Run a program; if we are interrupted, let it take down what it has built."""
+    with Stop() as stop:
+        process = subprocess.Popen(command, start_new_session=True)
+        while process.poll() is None and not stop.is_set:
+            time.sleep(_POLL_S)
+        if stop.is_set and process.poll() is None:
+            process.send_signal(signal.SIGINT)
+        code = process.wait()
+    if stop.is_set:
+        raise Interrupted
+    return code
 
 
 def _arguments(plan: Plan, folder: Path) -> list[str]:

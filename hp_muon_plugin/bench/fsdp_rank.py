@@ -27,7 +27,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from hp_muon_plugin.bench.fsdp_cases import batch, parse_case
 from hp_muon_plugin.bench.fsdp_contenders import Builder, Setting, contenders
 from hp_muon_plugin.bench.fsdp_race import measure_link, race
-from hp_muon_plugin.train.setup import Launch
+from hp_muon_plugin.train.environment import Launch
+from hp_muon_plugin.train.rank_main import LAUNCHER, die_with
 from hp_muon_plugin.train.worker import quiet_logging, run_and_report
 
 REPLICATE, SHARD = "dp_replicate", "dp_shard"
@@ -102,8 +103,10 @@ class _Job:
     def run(self, function: Callable[[], None]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
+        parent = os.getpid()
         child = os.fork()
         if child == 0:
+            die_with(parent)
             run_and_report(function, self.folder)
             os._exit(0)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -188,6 +191,8 @@ def _resident() -> dict[str, float]:
 
 def main() -> None:
     """Entry point of a rank."""
+    if LAUNCHER in os.environ:  # not under the testbed's torchrun
+        die_with(int(os.environ[LAUNCHER]))
     plan = Plan(**json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
     folder = Path(sys.argv[2])
     run_and_report(lambda: run_rank(plan, folder), folder)

@@ -40,8 +40,13 @@ def run(arguments: list[str]) -> int:
     _add_newton_schulz(commands)
     bench_fsdp.add(commands)
     options = parser.parse_args(arguments)
+    from hp_muon_plugin.train.launch import INTERRUPTED_EXIT, Interrupted
+
     try:
         return int(options.run(options))
+    except Interrupted:
+        print("hp-muon: interrupted; every rank has ended", file=sys.stderr)
+        return INTERRUPTED_EXIT
     except HpMuonError as error:
         print(f"hp-muon: {error}", file=sys.stderr)
         return 2

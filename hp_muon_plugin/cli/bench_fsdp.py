@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from hp_muon_plugin.bench.fsdp import Supernodes
     from hp_muon_plugin.bench.fsdp_cases import Case
     from hp_muon_plugin.bench.report import Row
-    from hp_muon_plugin.train.launch import Failure
+    from hp_muon_plugin.train.worker import Failure
 
 _ABOUT = (
     "All contenders train the same model in the same processes and take turns step by step. A time is that of the "

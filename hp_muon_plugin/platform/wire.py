@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from hp_muon_plugin.platform.collectives import AxisGroup, all_gather_function, reduce_scatter_function
+from hp_muon_plugin.platform.scratch import Scratch
 
 SUM_BLOCK = 1 << 17  # elements summed at a time: a block's partial sums stay in the cache
 _HALVES = (torch.bfloat16, torch.float16)
@@ -128,7 +129,7 @@ class C10dWire:
     def __init__(self) -> None:
         self._gather = all_gather_function()
         self._scatter = reduce_scatter_function()
-        self._scratch = _Scratch()
+        self._scratch = Scratch()
 
     def all_gather(self, output: torch.Tensor, source: torch.Tensor, axis: AxisGroup) -> Handle:
         """See :meth:`Wire.all_gather`."""
@@ -248,24 +249,6 @@ class _Pending:
         if finish is not None:
             finish()
         self._tensors = ()
-
-
-class _Scratch:
-    """CPU buffers that come back: several may be out at once, and a smaller one may be the start of a larger."""
-
-    def __init__(self) -> None:
-        self._free: list[torch.Tensor] = []
-
-    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        fitting = [free for free in self._free if free.dtype is dtype and free.numel() >= numel]
-        if not fitting:
-            return torch.empty(numel, dtype=dtype)
-        found = min(fitting, key=torch.Tensor.numel)
-        self._free = [free for free in self._free if free is not found]
-        return found if found.numel() == numel else found[:numel]
-
-    def give(self, tensor: torch.Tensor) -> None:
-        self._free.append(tensor if tensor._base is None else tensor._base)
 
 
 def _copied(output: torch.Tensor, source: torch.Tensor) -> Handle:

@@ -14,7 +14,7 @@ from hp_muon_plugin.bench.fsdp_race import race
 from hp_muon_plugin.bench.fsdp_rank import Plan, make_mesh
 from hp_muon_plugin.cli.main import main
 from hp_muon_plugin.errors import ConfigError
-from hp_muon_plugin.train.setup import Launch
+from hp_muon_plugin.train.environment import Launch
 from tests.dist_pool import joined, run_ranks
 
 TINY = Case(16, 3)

@@ -8,7 +8,7 @@ from torch import nn
 from hp_muon_plugin.bench.fsdp_rank import make_mesh
 from hp_muon_plugin.fsdp import hp_fully_shard
 from hp_muon_plugin.fsdp.api import schedule_of
-from hp_muon_plugin.train.setup import Launch
+from hp_muon_plugin.train.environment import Launch
 from tests.dist_pool import joined, run_ranks
 
 
@@ -36,7 +36,7 @@ def default_groups(launch: Launch) -> Any:
     for layer in model:
         hp_fully_shard(layer, make_mesh(1))
     hp_fully_shard(model, make_mesh(1))
-    return [len(group.buckets) for group in schedule_of(model).groups]
+    return [len(group.buckets) for group in schedule_of(model).reducer.groups]
 
 
 def test_slow_reductions_begin_before_backward_ends() -> None:
