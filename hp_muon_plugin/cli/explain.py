@@ -3,12 +3,12 @@
 import re
 from dataclasses import fields, is_dataclass
 
+from hp_muon_plugin.config.data_parallel import DataParallel, HpFsdp
 from hp_muon_plugin.config.optimizer import AdamW, HpMuon, ScalarAdamW
 from hp_muon_plugin.config.options import nearest
 from hp_muon_plugin.config.trainer import (
     MLA,
     Data,
-    DataParallel,
     Logger,
     LrSchedule,
     Model,
@@ -29,6 +29,7 @@ _CLASSES = (
     MLA,
     Data,
     DataParallel,
+    HpFsdp,
     Logger,
     LrSchedule,
     Platform,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 from hp_muon_plugin.config.choices import Precision
 from hp_muon_plugin.config.data_checks import data_errors
+from hp_muon_plugin.config.dp_checks import dp_errors
 from hp_muon_plugin.config.model_checks import model_errors
 from hp_muon_plugin.config.optimizer import AdamW, HpMuon
 from hp_muon_plugin.config.optimizer_checks import optimizer_errors
@@ -30,7 +31,7 @@ _CHECKS: tuple[tuple[frozenset[str], _Check], ...] = (
     (frozenset({"run", "lr_schedule"}), lambda config, _: _run_errors(config)),
     (frozenset({"run", "topology"}), lambda config, world_size: _batch_errors(config, world_size)),
     (frozenset({"data"}), lambda config, _: data_errors(config.data)),
-    (frozenset({"dp"}), lambda config, _: _dp_errors(config)),
+    (frozenset({"dp", "topology", "model"}), lambda config, world_size: dp_errors(config, world_size)),
     (frozenset(), lambda config, _: _precision_errors(config)),
 )
 
@@ -93,16 +94,6 @@ def _batch_errors(config: Train, world_size: int) -> Iterator[ConfigError]:
             run.global_batch_size,
             f"is not a multiple of micro_batch_size * data-parallel ranks = {run.micro_batch_size} * {dp} = {step}",
             f"e.g. run.global_batch_size={max(step, run.global_batch_size // step * step)}",
-        )
-
-
-def _dp_errors(config: Train) -> Iterator[ConfigError]:
-    if config.dp.bucket_size is not None and not config.dp.overlap_grad_reduce:
-        yield ConfigError(
-            "dp.bucket_size",
-            config.dp.bucket_size,
-            "Megatron reduces all gradients at once unless dp.overlap_grad_reduce=true, and would ignore it",
-            "set dp.overlap_grad_reduce=true, or leave dp.bucket_size out",
         )
 
 

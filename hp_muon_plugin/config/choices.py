@@ -107,9 +107,10 @@ class DataKind(StrEnum):
 
 
 class DataParallelName(StrEnum):
-    """How gradients are averaged over data-parallel ranks: megatron-core's own wrapper."""
+    """How weights and gradients lie on data-parallel ranks: megatron-core's own wrapper, or sharded by ours."""
 
     megatron_ddp = "megatron_ddp"
+    hp_fsdp = "hp_fsdp"
 
 
 class DispatcherType(StrEnum):

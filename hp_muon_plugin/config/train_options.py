@@ -5,6 +5,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from hp_muon_plugin.config.data_parallel import DATA_PARALLEL, DataParallel
 from hp_muon_plugin.config.optimizer import AdamW, HpMuon
 from hp_muon_plugin.config.options import from_options, nearest
 from hp_muon_plugin.config.trainer import Train
@@ -34,7 +35,9 @@ def typed_train(config: DictConfig) -> Train:
     if name not in OPTIMIZERS:
         guess = nearest(str(name), list(OPTIMIZERS)) or "hp_muon"
         raise ConfigError("optimizer.name", name, f"is none of {', '.join(OPTIMIZERS)}", f"optimizer={guess}")
+    wrapper = plain.pop("dp", None) or {}
     train = from_options(Train, plain, prefix="")
+    train.dp = from_options(DATA_PARALLEL.get(str(wrapper.get("name")), DataParallel), wrapper, prefix="dp")
     train.optimizer = from_options(OPTIMIZERS[name], chosen, prefix="optimizer")
     return train
 

@@ -5,12 +5,12 @@ from typing import Any
 
 from hp_muon_plugin.config.choices import (
     DataKind,
-    DataParallelName,
     Decay,
     DispatcherType,
     PlatformName,
     Precision,
 )
+from hp_muon_plugin.config.data_parallel import DataParallel
 from hp_muon_plugin.config.ranges import number
 
 
@@ -130,20 +130,6 @@ class Topology:
 
 
 @dataclass
-class DataParallel:
-    """How gradients are averaged over data-parallel ranks."""
-
-    name: DataParallelName = DataParallelName.megatron_ddp
-    """Which wrapper."""
-    overlap_grad_reduce: bool = False
-    """Reduce gradients while the backward pass runs."""
-    grad_reduce_in_fp32: bool = True
-    """Add up gradients in float32 under bf16 training."""
-    bucket_size: int | None = number(None, least=1, example=40000000)
-    """Elements per reduction under ``overlap_grad_reduce``; null lets Megatron choose."""
-
-
-@dataclass
 class Platform:
     """Device, compute type and the CPU stand-in."""
 
@@ -213,8 +199,8 @@ class Train:
 
     optimizer: Any = None
     """``hp_muon`` or ``adamw``; see config/optimizer.py."""
-    dp: DataParallel = field(default_factory=DataParallel)
-    """Data parallelism."""
+    dp: Any = None
+    """``megatron_ddp``, ``hp_fsdp`` or ``hp_hsdp``; see config/data_parallel.py. None: the first."""
     model: Model = field(default_factory=Model)
     """Model."""
     data: Data = field(default_factory=Data)
@@ -229,3 +215,7 @@ class Train:
     """Learning-rate schedule."""
     run: Run = field(default_factory=Run)
     """Run."""
+
+    def __post_init__(self) -> None:
+        if self.dp is None:
+            self.dp = DataParallel()

@@ -1,7 +1,7 @@
 """``hp_fully_shard``: shard a module's parameters over the ranks of a mesh."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from hp_muon_plugin.platform.collectives import AxisGroup
 from hp_muon_plugin.platform.wire import C10dWire, Wire
 
 Granularity = Callable[[str, nn.Parameter], tuple[int, bool]]
+_Kind = tuple[torch.dtype, bool, ShardMesh, AxisGroup]  # type, whether trainable, ranks, those of them that shard it
 
 _UNIT = "_hp_fsdp_unit"
 _SCHEDULE = "_hp_fsdp_schedule"
@@ -52,6 +53,7 @@ def hp_fully_shard(
     mp_policy: MixedPrecision | None = None,
     ignored_params: set[nn.Parameter] | None = None,
     replicate_params: set[nn.Parameter] | None = None,
+    other_meshes: Mapping[nn.Parameter, ShardMesh] | None = None,
     granularity: Granularity = default_granularity,
     divisor: float | None = None,
     max_padding: float = 0.01,
@@ -79,6 +81,8 @@ def hp_fully_shard(
         mp_policy: Types; see :class:`MixedPrecision`.
         ignored_params: Left as they are; nothing is done to their gradients.
         replicate_params: Kept whole on every rank; their gradients are summed over all ranks of the mesh.
+        other_meshes: Parameters that lie on other ranks than ``mesh``, such as routed experts, and their mesh.
+            Give ``divisor`` then, which holds for them too.
         granularity: What of a parameter stays whole: ``(elements, is_never_cut)``.
         divisor: By what summed gradients are divided. None: the number of ranks of the mesh.
         max_padding: Share of padding above which rows may be cut.
@@ -102,7 +106,12 @@ def hp_fully_shard(
     _check(module, prefetch)
     originals = _originals(module, ignored_params or set())
     wire = wire or C10dWire()
-    buckets = _buckets(originals, axes, options, wire, replicate_params or set(), granularity)
+    kinds = _kinds(originals, axes, replicate_params or set(), other_meshes or {})
+    buckets = [
+        bucket
+        for (_, _, own, axis), members in kinds.items()
+        for bucket in _buckets(members, own, axis, options, wire, granularity)
+    ]
     is_number = isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool)
     unit = Unit(module, buckets, options, axes.near(int(reshard_after_forward or 0)) if is_number else None)
     setattr(module, _UNIT, unit)
@@ -145,40 +154,46 @@ def _originals(module: nn.Module, ignored: set[nn.Parameter]) -> list[Original]:
     return list(found.values())
 
 
-def _buckets(
+def _kinds(
     originals: Sequence[Original],
     mesh: ShardMesh,
+    replicated: set[nn.Parameter],
+    others: Mapping[nn.Parameter, ShardMesh],
+) -> dict[_Kind, list[Original]]:
+    """Parameters that may share a bucket."""
+    kinds: dict[_Kind, list[Original]] = {}
+    for original in originals:
+        parameter = original.parameter
+        own = others.get(parameter, mesh)
+        axis = AxisGroup.single(own.shard.axis) if parameter in replicated else own.shard
+        kinds.setdefault((parameter.dtype, parameter.requires_grad, own, axis), []).append(original)
+    return kinds
+
+
+def _buckets(
+    members: Sequence[Original],
+    mesh: ShardMesh,
+    axis: AxisGroup,
     options: UnitOptions,
     wire: Wire,
-    replicated: set[nn.Parameter],
     granularity: Granularity,
-) -> list[Bucket]:
-    kinds: dict[tuple[torch.dtype, bool, bool], list[Original]] = {}
-    for original in originals:
-        key = original.parameter.dtype, original.parameter.requires_grad, original.parameter in replicated
-        kinds.setdefault(key, []).append(original)
-    buckets = []
-    for (_, _, is_replicated), members in kinds.items():
-        axis = AxisGroup.single(mesh.shard.axis) if is_replicated else mesh.shard
-        pieces = [
-            Piece(member.name, tuple(member.parameter.shape), *granularity(member.name, member.parameter))
-            for member in members
-        ]
-        for layout in plan_buckets(pieces, axis.size, max_padding=options.max_padding):
-            names = {placement.name for placement in layout.placements}
-            buckets.append(
-                Bucket(
-                    layout,
-                    [member for member in members if member.name in names],
-                    mesh,
-                    wire,
-                    shard_axis=axis,
-                    param_dtype=options.precision.param_dtype,
-                    reduce_dtype=options.precision.reduce_dtype,
-                    divisor=options.divisor,
-                )
-            )
-    return buckets
+) -> Iterator[Bucket]:
+    pieces = [
+        Piece(member.name, tuple(member.parameter.shape), *granularity(member.name, member.parameter))
+        for member in members
+    ]
+    for layout in plan_buckets(pieces, axis.size, max_padding=options.max_padding):
+        names = {placement.name for placement in layout.placements}
+        yield Bucket(
+            layout,
+            [member for member in members if member.name in names],
+            mesh,
+            wire,
+            shard_axis=axis,
+            param_dtype=options.precision.param_dtype,
+            reduce_dtype=options.precision.reduce_dtype,
+            divisor=options.divisor,
+        )
 
 
 def units_of(module: nn.Module) -> list[Unit]:

@@ -164,6 +164,27 @@ class Bucket:
         self.grad = flat
         self._grad_views = [self._shard_view(flat, parameter) for parameter in self.parameters]
 
+    def grad_view(self, parameter: Parameter) -> torch.Tensor:
+        """Where a parameter's reduced gradient lies, after :meth:`attach_grad`.
+
+        Args:
+            parameter: One of the bucket.
+
+        Returns:
+            A view in ``reduce_dtype`` of the shape of the shard.
+        """
+        return self._grad_views[self.parameters.index(parameter)]
+
+    def copy_from_replica(self, index: int) -> None:
+        """Take one replica's shard. All ranks of the replicate axis must call it.
+
+        Args:
+            index: Its place on the replicate axis.
+        """
+        # replicate axis, shard_numel * itemsize bytes, once; the host waits
+        self._wire.broadcast(self.master, index, self.mesh.replicate).wait()
+        self.refresh()
+
     def _shard_view(self, flat: torch.Tensor, parameter: Parameter) -> torch.Tensor:
         sharded = parameter.sharded
         place = sharded.storage_offset() - self.master.storage_offset() if sharded.numel() else 0

@@ -58,6 +58,34 @@ class ShardMesh:
         return AxisGroup(f"{self.shard.axis} by {size}", size, self.shard.index - first, _NEAR[key])
 
     @classmethod
+    def divided(cls, axis: AxisGroup, replicas: int = 1) -> "ShardMesh":
+        """Divide a group into replicas: consecutive ranks shard, ranks at the same place replicate.
+
+        Args:
+            axis: Ranks that share gradients; all of them must call, with the same number.
+            replicas: How many; divides the ranks.
+
+        Returns:
+            The axes that this rank is on.
+
+        Raises:
+            ConfigError: If it does not divide the ranks.
+        """
+        if replicas < 1 or axis.size % replicas:
+            raise ConfigError(
+                "replicas", replicas, f"does not divide the {axis.size} ranks of {axis.axis}", "use a divisor"
+            )
+        if replicas == 1 or axis.group is None:
+            return cls(axis, AxisGroup.single(f"{axis.axis}_replicate"))
+        if (axis.group, replicas) not in _DIVIDED:
+            size = axis.size // replicas
+            first, place = axis.index // size * size, axis.index % size
+            members = range(first, first + size), range(place, axis.size, size)
+            shard, replicate = (_new_axis(axis, kind, list(ranks)) for kind, ranks in zip(_KINDS, members, strict=True))
+            _DIVIDED[axis.group, replicas] = cls(shard, replicate)
+        return _DIVIDED[axis.group, replicas]
+
+    @classmethod
     def from_device_mesh(cls, mesh: DeviceMesh) -> "ShardMesh":
         """Read a mesh as ``fully_shard`` does: one axis shards, of two the first replicates.
 
@@ -79,3 +107,17 @@ class ShardMesh:
         raise ConfigError(
             "mesh", names, f"has {mesh.ndim} axes", "give one axis (shard) or two (replicate, shard), by mesh[...]"
         )
+
+
+_KINDS = ("shard", "replicate")
+_DIVIDED: dict[tuple[dist.ProcessGroup, int], ShardMesh] = {}
+
+
+def _new_axis(axis: AxisGroup, kind: str, places: list[int]) -> AxisGroup:
+    """The ranks at some places of an axis; they alone must call."""
+    name = f"{axis.axis}_{kind}"
+    if len(places) == 1:
+        return AxisGroup.single(name)
+    assert axis.group is not None
+    ranks = [dist.get_global_rank(axis.group, place) for place in places]
+    return AxisGroup.from_group(name, dist.new_group(ranks, use_local_synchronization=True))

@@ -262,21 +262,14 @@ def make_groups(buckets: Sequence[Bucket], mode: OuterMode, least_bytes: int | N
         total = sum(bucket.layout.shard_numel * bucket.reduce_dtype.itemsize for bucket in buckets)
         least_bytes = min(_MOST_BYTES, max(_LEAST_BYTES, total // _GROUPS))
     groups: list[Group] = []
-    pending: list[Bucket] = []
-
-    def close() -> None:
-        if pending:
-            groups.append(_group(list(pending), mode, len(groups)))
-            pending.clear()
-
+    open_: dict[object, list[Bucket]] = {}  # of layers with experts, two kinds alternate
     for bucket in buckets:
-        last = pending[-1] if pending else bucket
-        if _key(bucket) != _key(last):
-            close()
+        pending = open_.setdefault(_key(bucket), [])
         pending.append(bucket)
         if sum(b.layout.shard_numel for b in pending) * bucket.reduce_dtype.itemsize >= least_bytes:
-            close()
-    close()
+            groups.append(_group(open_.pop(_key(bucket)), mode, len(groups)))
+    for pending in open_.values():
+        groups.append(_group(pending, mode, len(groups)))
     return groups
 
 

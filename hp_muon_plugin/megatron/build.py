@@ -2,28 +2,29 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from hp_muon_plugin.config.optimizer import HpMuon
+from hp_muon_plugin.config.optimizer import AdamW, HpMuon
 from hp_muon_plugin.errors import ConfigError
 from hp_muon_plugin.layout.spec import ParamSpec
 from hp_muon_plugin.megatron.groups import MegatronGroups, megatron_groups
 from hp_muon_plugin.megatron.norms import CountedParam, counts_here
-from hp_muon_plugin.megatron.optimizer import HpMuonMegatronOptimizer, ParamPair
+from hp_muon_plugin.megatron.optimizer import HpMuonMegatronOptimizer, ParamPair, main_param
 from hp_muon_plugin.megatron.options import Given, resolve_options
 from hp_muon_plugin.megatron.param_groups import divide_groups, upstream_groups
 from hp_muon_plugin.megatron.refusals import refuse_arguments, refuse_split_latent, refuse_unreduced, refuse_wrappers
+from hp_muon_plugin.megatron.sharded_build import adamw_only, build_sharded_optimizer
+from hp_muon_plugin.megatron.sharded_model import HpFsdpModel
 from hp_muon_plugin.megatron.specs import chunk_specs
 from hp_muon_plugin.muon.optimizer import HpMuonOptimizer
 from hp_muon_plugin.muon.routing import Algorithm, Route, route_parameters
 from hp_muon_plugin.muon.table import format_table, table_rows
 
 logger = logging.getLogger(__name__)
-
-_COPIED_ATTRIBUTES = ("tensor_model_parallel", "partition_dim", "partition_stride", "allreduce", "shared")
 
 
 def build_megatron_optimizer(
@@ -53,13 +54,15 @@ def build_megatron_optimizer(
     arguments = arguments or {}
     refuse_arguments(arguments)
     refuse_wrappers(chunks)
-    refuse_split_latent(chunks)
     options = resolve_options(settings, config)
+    sharded = [chunk for chunk in chunks if isinstance(chunk, HpFsdpModel)]
+    if sharded:
+        return build_sharded_optimizer(config, sharded, options, partial(_muon_routes, options), arguments=arguments)
+    refuse_split_latent(chunks)
     groups = megatron_groups(arguments.get("pg_collection"))
     specs = chunk_specs(chunks, options, groups)
     refuse_unreduced(specs)
-    routes = _routes(specs, options)
-    _require_muon(routes)
+    routes = _muon_routes(options, specs)
     upstream = upstream_groups(config, chunks, arguments)
     divided = divide_groups(upstream, dict(zip(specs, routes, strict=True)), options, config)
     optimizer = _assemble(divided, specs, routes, options, config, groups)
@@ -81,7 +84,7 @@ def _assemble(
     for group in divided:
         mains = []
         for model in group["params"]:
-            main = _main_param(model)
+            main = main_param(model)
             mains.append(main)
             pairs.append(ParamPair(model, main))
             counts = counts_here(model, specs[model], groups)
@@ -93,15 +96,31 @@ def _assemble(
     return HpMuonMegatronOptimizer(inner, config, pairs, counted, groups)
 
 
-def _main_param(model: torch.nn.Parameter) -> torch.nn.Parameter:
-    """A float32 master of a bf16 parameter, with Megatron's marks; a float32 parameter itself."""
-    if model.dtype == torch.float32:
-        return model
-    main = torch.nn.Parameter(model.detach().clone().float())
-    for name in _COPIED_ATTRIBUTES:
-        if hasattr(model, name):
-            setattr(main, name, getattr(model, name))
-    return main
+def build_sharded_adamw(
+    config: Any, chunks: Sequence[HpFsdpModel], options: AdamW, *, arguments: Mapping[str, Any] | None = None
+) -> HpMuonMegatronOptimizer:
+    """Build AdamW over the shards of HP-FSDP. Every rank calls it, with its own chunks.
+
+    Args:
+        config: megatron-core's ``OptimizerConfig``.
+        chunks: Wrapped chunks.
+        options: Options.
+        arguments: What else Megatron's factory takes, by name.
+
+    Returns:
+        The optimizer.
+    """
+
+    def route(specs: Mapping[torch.nn.Parameter, ParamSpec]) -> tuple[Route, ...]:
+        return tuple(Route(spec, Algorithm.adamw, "optimizer=adamw") for spec in specs.values())
+
+    return build_sharded_optimizer(config, chunks, adamw_only(options), route, arguments=arguments)
+
+
+def _muon_routes(settings: HpMuon, specs: Mapping[torch.nn.Parameter, ParamSpec]) -> tuple[Route, ...]:
+    routes = _routes(specs, settings)
+    _require_muon(routes)
+    return routes
 
 
 def _routes(specs: Mapping[torch.nn.Parameter, ParamSpec], settings: HpMuon) -> tuple[Route, ...]:

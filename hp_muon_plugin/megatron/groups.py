@@ -22,6 +22,8 @@ class MegatronGroups:
         dense_stats: Ranks that together hold every dense weight once (tensor x pipeline parallel).
         expert_stats: Ranks that together hold every expert weight once
             (expert-tensor x expert x pipeline parallel).
+        dense_shards: Data-parallel ranks that hold different parts of dense weights, with dp=hp_fsdp.
+        expert_shards: The same for expert weights.
     """
 
     tp: AxisGroup
@@ -31,6 +33,13 @@ class MegatronGroups:
     expert_dp: AxisGroup
     dense_stats: AxisGroup
     expert_stats: AxisGroup
+    dense_shards: tuple[AxisGroup, ...] = ()
+    expert_shards: tuple[AxisGroup, ...] = ()
+
+    @property
+    def stats(self) -> tuple[tuple[bool, tuple[AxisGroup, ...]], ...]:
+        """For dense and for expert weights (False and True): over which axes their parts add up."""
+        return (False, (self.dense_stats, *self.dense_shards)), (True, (self.expert_stats, *self.expert_shards))
 
     @property
     def axes(self) -> dict[str, AxisGroup]:

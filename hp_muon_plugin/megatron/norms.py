@@ -69,11 +69,12 @@ def grad_norms(
     device = _device(params, groups)
     own = torch.zeros(0, device=device) if complaints is None else complaints.to(device)
     sums = torch.zeros(2 + own.numel(), device=device)
-    for is_expert, axis in ((False, groups.dense_stats), (True, groups.expert_stats)):
+    for is_expert, axes in groups.stats:
         both = [_square(params, name, is_expert, device) for name in (Algorithm.muon, Algorithm.adamw)]
         stats = torch.cat([torch.stack(both), own])
-        if axis.size > 1:
-            all_reduce_sum(stats, axis)  # (2 + C,) float32 over the ranks that together hold each such weight once
+        for axis in axes:
+            if axis.size > 1:
+                all_reduce_sum(stats, axis)  # (2 + C,) float32 over the ranks that together hold each such weight once
         sums += stats
     muon, adamw, *counts = sums.tolist()
     return GradNorms.from_squares(muon, adamw), tuple(int(count) for count in counts)
@@ -110,12 +111,13 @@ def num_zeros(params: Sequence[CountedParam], groups: MegatronGroups) -> int:
     """
     device = _device(params, groups)
     total = 0
-    for is_expert, axis in ((False, groups.dense_stats), (True, groups.expert_stats)):
+    for is_expert, axes in groups.stats:
         zeros = torch.zeros((), dtype=torch.int64, device=device)
         for param in params:
             if param.is_counted and param.spec.is_expert == is_expert and param.main.grad is not None:
                 zeros += param.main.grad.numel() - torch.count_nonzero(param.main.grad)
-        if axis.size > 1:
-            all_reduce_sum(zeros, axis)
+        for axis in axes:
+            if axis.size > 1:
+                all_reduce_sum(zeros, axis)
         total += int(zeros.item())
     return total

@@ -46,6 +46,27 @@ class ParamPair:
         return self.main is not self.model
 
 
+_COPIED_ATTRIBUTES = ("tensor_model_parallel", "partition_dim", "partition_stride", "allreduce", "shared")
+
+
+def main_param(model: torch.nn.Parameter) -> torch.nn.Parameter:
+    """The parameter that an optimizer updates.
+
+    Args:
+        model: The model's parameter.
+
+    Returns:
+        A float32 master of a bf16 parameter, with Megatron's marks; a float32 parameter itself.
+    """
+    if model.dtype == torch.float32:
+        return model
+    main = torch.nn.Parameter(model.detach().clone().float())
+    for name in _COPIED_ATTRIBUTES:
+        if hasattr(model, name):
+            setattr(main, name, getattr(model, name))
+    return main
+
+
 class HpMuonMegatronOptimizer(MegatronOptimizer):  # type: ignore[misc]  # megatron-core is untyped
     """Muon and AdamW over Megatron's data-parallel wrapper.
 

@@ -50,6 +50,7 @@ class Executor:
         is_fused_by_lists: Whether whole parameters are read and updated by operations on lists of
             tensors, instead of one product per weight. None: on accelerators, where launches cost more
             than another pass over the update.
+        workspace: Buffers to share with executors that run at other times. None: its own.
     """
 
     def __init__(
@@ -60,13 +61,14 @@ class Executor:
         nesterov: bool,
         device: torch.device,
         is_fused_by_lists: bool | None = None,
+        workspace: Workspace | None = None,
     ) -> None:
         self.plan = plan
         self._axes = axes
         self._nesterov = nesterov
         self._device = device
         self._is_fused_by_lists = device.type != "cpu" if is_fused_by_lists is None else is_fused_by_lists
-        self._workspace = Workspace(device)
+        self._workspace = workspace or Workspace(device)
         self._engines: dict[Algorithm, NewtonSchulz] = {}
         self.num_orthogonalized = 0
         """Matrices orthogonalised by this rank since construction."""

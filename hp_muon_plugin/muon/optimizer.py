@@ -23,6 +23,7 @@ from hp_muon_plugin.muon.gradients import (
 from hp_muon_plugin.muon.plan import MuonPlan, build_plan
 from hp_muon_plugin.muon.routing import Algorithm
 from hp_muon_plugin.muon.scalar import SharedAdamW, adamw_defaults
+from hp_muon_plugin.muon.workspace import Workspace
 from hp_muon_plugin.platform.collectives import AxisGroup
 
 logger = logging.getLogger(__name__)
@@ -69,14 +70,21 @@ class HpMuonOptimizer(torch.optim.Optimizer):
         """Steps that were left out, for example because of a NaN or infinite gradient."""
         self._agree = tuple(agree)
         self._axes = {name: axis for name, axis in (axes or {}).items() if axis.size > 1}
+        self._all_axes = dict(axes or {})
         self._adamw = SharedAdamW()
         super().__init__([self._complete(dict(group)) for group in groups], defaults={"algorithm": "muon"})
         device = next((p.device for group in self.param_groups for p in group["params"]), torch.device("cpu"))
-        self._executor = Executor(
-            build_plan([self.specs[p] for p in self._muon_params()], config, device=device.type),
-            dict(axes or {}),
-            nesterov=config.nesterov,
+        self._workspace = Workspace(device)
+        self._executor = self._make_executor([self.specs[p] for p in self._planned()])
+
+    def _make_executor(self, specs: Sequence[ParamSpec]) -> Executor:
+        device = self._workspace.device
+        return Executor(
+            build_plan(list(specs), self.config, device=device.type),
+            self._all_axes,
+            nesterov=self.config.nesterov,
             device=device,
+            workspace=self._workspace,
         )
 
     @property
@@ -152,14 +160,18 @@ class HpMuonOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def update(self) -> None:
         """Update from ``.grad`` as it stands, without looking at it or clipping it."""
-        steps: list[ParamStep | None] = []
+        steps: dict[torch.nn.Parameter, ParamStep | None] = {}
         for group in self.param_groups:
             if group["algorithm"] == Algorithm.muon:
-                steps += [self._param_step(p, group) for p in group["params"]]
-        _update_momenta([step for step in steps if step is not None])
-        self._executor.run(steps)
+                steps |= {p: self._param_step(p, group) for p in group["params"]}
+        _update_momenta([step for step in steps.values() if step is not None])
+        self._orthogonalize(steps)
         scalar = [group for group in self.param_groups if group["algorithm"] == Algorithm.adamw]
         self._adamw.step(scalar, self.state)
+
+    def _orthogonalize(self, steps: Mapping[torch.nn.Parameter, ParamStep | None]) -> None:
+        """Update Muon's weights, their momenta being up to date."""
+        self._executor.run([steps[p] for p in self._planned()])
 
     def _clip(self, norms: GradNorms) -> None:
         grads = [
@@ -235,6 +247,10 @@ class HpMuonOptimizer(torch.optim.Optimizer):
 
     def _muon_params(self) -> list[torch.nn.Parameter]:
         return [p for group in self.param_groups if group["algorithm"] == Algorithm.muon for p in group["params"]]
+
+    def _planned(self) -> list[torch.nn.Parameter]:
+        """Parameters of the executor's plan, in its order."""
+        return self._muon_params()
 
     @property
     def _momentum_dtype(self) -> torch.dtype:

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from hp_muon_plugin.config.choices import Decay, PlatformName, Precision
+from hp_muon_plugin.config.data_parallel import DataParallel, HpFsdp
 from hp_muon_plugin.config.optimizer import AdamW, HpMuon
 from hp_muon_plugin.config.trainer import Topology, Train
 from hp_muon_plugin.platform.base import Platform
@@ -73,7 +74,7 @@ def seed_everything(seed: int) -> None:
 
 
 def build_model(config: Train, vocab_size: int, platform: Platform) -> tuple[torch.nn.Module, Any]:
-    """The model inside Megatron's DistributedDataParallel.
+    """The model inside its data-parallel wrapper.
 
     Args:
         config: Options.
@@ -83,11 +84,7 @@ def build_model(config: Train, vocab_size: int, platform: Platform) -> tuple[tor
     Returns:
         The wrapped chunk of this pipeline stage, and its TransformerConfig.
     """
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-        finalize_model_grads,
-    )
+    from megatron.core.distributed import finalize_model_grads
 
     from hp_muon_plugin.models.gpt import build_gpt, transformer_config
     from hp_muon_plugin.models.gpt_specs import padded_vocab_size
@@ -99,20 +96,32 @@ def build_model(config: Train, vocab_size: int, platform: Platform) -> tuple[tor
         from hp_muon_plugin.models.canonical_init import initialize_canonically
 
         initialize_canonically(module, seed=config.run.seed, std=model.init_std)
-    ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=config.dp.grad_reduce_in_fp32,
-        overlap_grad_reduce=config.dp.overlap_grad_reduce,
-        bucket_size=config.dp.bucket_size,
-    )
-    wrapped = DistributedDataParallel(core_config, ddp_config, module)
     core_config.finalize_model_grads_func = finalize_model_grads
-    if config.dp.overlap_grad_reduce:
+    return _wrapped(config.dp, core_config, module), core_config
+
+
+def _wrapped(options: DataParallel | HpFsdp, core_config: Any, module: torch.nn.Module) -> torch.nn.Module:
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    if isinstance(options, HpFsdp):
+        from hp_muon_plugin.megatron.sharded_model import wrap_model_chunks
+
+        return wrap_model_chunks([module], core_config, options=options)[0]
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=options.grad_reduce_in_fp32,
+        overlap_grad_reduce=options.overlap_grad_reduce,
+        bucket_size=options.bucket_size,
+    )
+    wrapped: torch.nn.Module = DistributedDataParallel(core_config, ddp_config, module)
+    if options.overlap_grad_reduce:
         core_config.no_sync_func = wrapped.no_sync
-    return wrapped, core_config
+    return wrapped
 
 
 def build_optimizer(config: Train, model: torch.nn.Module) -> Any:
     """The optimizer from Megatron's own factory: the plugin's through its hook, or Megatron's AdamW.
+
+    AdamW over shards is the plugin's, because Megatron's would add up norms and choose decay by shards.
 
     Args:
         config: Options.
@@ -143,6 +152,10 @@ def build_optimizer(config: Train, model: torch.nn.Module) -> Any:
         from hp_muon_plugin.megatron import install
 
         install(options)
+    if isinstance(options, AdamW) and isinstance(config.dp, HpFsdp):
+        from hp_muon_plugin.megatron.build import build_sharded_adamw
+
+        return build_sharded_adamw(core_config, [model], options)  # type: ignore[list-item]
     return factory.get_megatron_optimizer(core_config, [model], **standard_overrides(core_config))
 
 

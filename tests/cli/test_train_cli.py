@@ -36,7 +36,7 @@ from cli.commands import CLI, TINY, hp_muon
         (["run.dir=/etc/passwd"], "hp-muon: run.dir=/etc/passwd: cannot be written to (/etc/passwd: File exists)"),
         (["data.path=/mine", "data.vocab_size=5"], "data.path=/mine: data=pydoc trains on the text that CPython ships"),
         (["data.cache_dir=/proc/x"], "hp-muon: data.cache_dir=/proc/x: cannot be written to"),
-        (["dp.name=foo"], "expected one of [megatron_ddp]"),
+        (["dp.name=foo"], "expected one of [megatron_ddp, hp_fsdp]"),
         (["optimizer.lr=inf"], "optimizer.lr=inf: must be finite and greater than 0\n  fix: e.g. optimizer.lr=0.005"),
         (["optimizer.lr=1e300"], "optimizer.lr=1e+300: must be between -1e+30 and 1e+30 and greater than 0"),
         (["run.eval_batches=0"], "run.eval_batches=0: must be at least 1\n  fix: e.g. run.eval_batches=4"),

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from hp_muon_plugin.config.choices import PlatformName, Precision
+from hp_muon_plugin.config.data_parallel import HpFsdp
 from hp_muon_plugin.config.optimizer import AdamW, HpMuon
 from hp_muon_plugin.config.trainer import MLA, Data, LrSchedule, Model, MoE, Platform, Run, Topology, Train
 from hp_muon_plugin.layout.spec import ParamSpec
@@ -51,15 +52,18 @@ def train_config(
     optimizer: HpMuon | AdamW | None = None,
     precision: Precision = Precision.fp32,
     steps: int = 20,
+    dp: HpFsdp | None = None,
+    global_batch: int = GLOBAL_BATCH,
 ) -> Train:
     return Train(
+        dp=dp,
         optimizer=optimizer or HpMuon(lr=5e-3, weight_decay=0.1),
         model=model,
         topology=topology or Topology(),
         platform=Platform(name=PlatformName.cpu, precision=precision),
         data=Data(),
         lr_schedule=LrSchedule(warmup_steps=2),
-        run=Run(steps=steps, micro_batch_size=1, global_batch_size=GLOBAL_BATCH, canonical_init=True, dir="unused"),
+        run=Run(steps=steps, micro_batch_size=1, global_batch_size=global_batch, canonical_init=True, dir="unused"),
     )
 
 
@@ -106,11 +110,11 @@ def build(launch: Launch, config: Train) -> Ready:
 
 def batches(config: Train, dp_rank: int, dp_size: int) -> Iterator[Batch]:
     """Random tokens, the same samples per step whatever the number of ranks."""
-    step = 0
+    step, size = 0, config.run.global_batch_size
     while True:
         generator = torch.Generator().manual_seed(1000 + step)
-        tokens = torch.randint(0, VOCAB, (GLOBAL_BATCH, SEQ + 1), generator=generator)
-        for micro in range(GLOBAL_BATCH // dp_size):
+        tokens = torch.randint(0, VOCAB, (size, SEQ + 1), generator=generator)
+        for micro in range(size // dp_size):
             row = tokens[micro * dp_size + dp_rank][None]
             positions = torch.arange(SEQ)[None]
             yield Batch(row[:, :-1], row[:, 1:], torch.ones(1, SEQ), positions)
@@ -134,6 +138,9 @@ def specs_of(ready: Ready) -> dict[torch.nn.Parameter, ParamSpec]:
     from hp_muon_plugin.megatron.specs import chunk_specs
 
     options = ready.config.optimizer if isinstance(ready.config.optimizer, HpMuon) else HpMuon()
+    if isinstance(ready.config.dp, HpFsdp):  # by the whole parameters, which are registered during forward only
+        with ready.model.whole_parameters():
+            return chunk_specs([ready.model], options, megatron_groups())
     return chunk_specs([ready.model], options, megatron_groups())
 
 
@@ -167,7 +174,18 @@ def _place(found: dict[str, torch.Tensor], spec: ParamSpec, index: int, tensor: 
 
 
 def whole_weights(ready: Ready) -> dict[str, torch.Tensor]:
-    return whole_tensors(ready, lambda param: param)
+    if not isinstance(ready.config.dp, HpFsdp):
+        return whole_tensors(ready, lambda param: param)
+    model: Any = ready.model
+    model.schedule.settle_weights()
+    gathered: dict[int, torch.Tensor] = {}
+    values: dict[torch.nn.Parameter, torch.Tensor] = {}
+    for bucket, parameter in model.sharded():
+        if id(bucket) not in gathered:
+            gathered[id(bucket)] = bucket.gather_master()
+        at = parameter.placement
+        values[parameter.full] = gathered[id(bucket)][at.offset : at.stop].view(at.shape)
+    return whole_tensors(ready, lambda param: values[param])
 
 
 def optimizer_config(name: str = "hp_muon", **values: Any) -> Any:

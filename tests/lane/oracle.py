@@ -15,12 +15,12 @@ from lane.harness import Ready, batches, specs_of
 def train_with_oracle(ready: Ready, steps: int) -> dict[str, Any]:
     """Train on one rank; every update is computed in float64 and rounded once into the weight."""
     options = ready.config.optimizer
-    assert isinstance(options, HpMuon)
     specs = specs_of(ready)
-    coefficients = resolve_schedule(options.schedule, steps=options.steps)
+    is_muon = isinstance(options, HpMuon)
+    coefficients = resolve_schedule(options.schedule, steps=options.steps) if is_muon else []
     rules: dict[torch.nn.Parameter, Any] = {}
     for param, spec in specs.items():
-        if default_route(spec)[0] is Algorithm.muon:
+        if is_muon and default_route(spec)[0] is Algorithm.muon:
             assert spec.view is not None
             rules[param] = ReferenceMuon(
                 spec.view,
@@ -31,8 +31,9 @@ def train_with_oracle(ready: Ready, steps: int) -> dict[str, Any]:
                 factor=options.scale_factor,
             )
         else:
-            beta1, beta2 = options.adamw.betas
-            rules[param] = ReferenceAdamW((beta1, beta2), options.adamw.eps)
+            scalar = options.adamw if is_muon else options
+            beta1, beta2 = scalar.betas
+            rules[param] = ReferenceAdamW((beta1, beta2), scalar.eps)
     stream, norms, losses = batches(ready.config, 0, 1), [], []
     for _ in range(steps):
         ready.model.zero_grad_buffer()
@@ -41,7 +42,7 @@ def train_with_oracle(ready: Ready, steps: int) -> dict[str, Any]:
         norm = math.sqrt(sum(float(grad.square().sum()) for grad in grads.values()))
         norms.append(norm)
         factor = min(1.0, options.clip_grad / (norm + 1e-6)) if options.clip_grad else 1.0
-        lr = {group["algorithm"]: group["lr"] for group in ready.optimizer.param_groups}
+        lr = {group.get("algorithm", "adamw"): group["lr"] for group in ready.optimizer.param_groups}
         with torch.no_grad():
             for param, rule in rules.items():
                 decay = options.weight_decay if param.dim() > 1 else 0.0

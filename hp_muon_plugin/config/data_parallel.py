@@ -1,0 +1,53 @@
+"""Options of ``dp=megatron_ddp``, ``dp=hp_fsdp`` and ``dp=hp_hsdp``."""
+
+from dataclasses import dataclass
+
+from hp_muon_plugin.config.choices import DataParallelName, FloatDtype, OuterMode
+from hp_muon_plugin.config.ranges import number
+
+
+@dataclass
+class DataParallel:
+    """How gradients are averaged over data-parallel ranks: megatron-core's own wrapper."""
+
+    name: DataParallelName = DataParallelName.megatron_ddp
+    """Which wrapper."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradients while the backward pass runs."""
+    grad_reduce_in_fp32: bool = True
+    """Add up gradients in float32 under bf16 training."""
+    bucket_size: int | None = number(None, least=1, example=40000000)
+    """Elements per reduction under ``overlap_grad_reduce``; null lets Megatron choose."""
+
+
+@dataclass
+class HpFsdp:
+    """Weights, gradients and optimizer state sharded over data-parallel ranks, replicated or not.
+
+    Weights are gathered in ``platform.precision``; masters and optimizer state are float32 ranges.
+    """
+
+    name: DataParallelName = DataParallelName.hp_fsdp
+    """Which wrapper."""
+    replicas: int = number(1, least=1)
+    """Copies of the shards (HSDP): data-parallel ranks = ``replicas`` x shard ranks. 1 shards over all of them."""
+    outer: OuterMode = OuterMode.replicate
+    """What replicas do with gradients: ``replicate`` sums them and updates everything everywhere; ``broadcast``
+    updates each weight on one replica, which sends it on; ``shard`` also sums gradients only there."""
+    reshard_after_forward: bool | int | None = number(None, least=0, example=True)
+    """Whether a unit gives up gathered weights after forward; null: all but the root do. A number keeps them sharded
+    over so many neighbours until backward."""
+    prefetch: int = number(1, least=0, most=64)
+    """Units gathered ahead, in forward and backward. At most ``prefetch + 1`` units are whole at any time."""
+    outer_bucket_mib: float = number(32.0, least=0)
+    """Least MiB of one reduction between replicas: units are fused until they have as much."""
+    max_padding: float = number(0.01, least=0, below=1)
+    """Share of padding above which a shard may end inside a row. Expert matrices are never cut."""
+    reduce_dtype: FloatDtype = FloatDtype.float32
+    """Type in which gradients are accumulated and reduced: ``float32`` or ``bfloat16``."""
+    shard_accumulated: bool = False
+    """Reduce every micro-batch to shards, instead of keeping whole gradients until the last one of a step: less
+    memory, more traffic inside a shard group. Replicas are reduced once either way."""
+
+
+DATA_PARALLEL: dict[str, type[DataParallel] | type[HpFsdp]] = {"megatron_ddp": DataParallel, "hp_fsdp": HpFsdp}

@@ -1,0 +1,194 @@
+"""The optimizer over the shards of HP-FSDP: state for own ranges only, norms over all parts."""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hp_muon_plugin.config.choices import MissingGrad
+from hp_muon_plugin.config.optimizer import AdamW, HpMuon, ScalarAdamW
+from hp_muon_plugin.errors import ConfigError
+from hp_muon_plugin.fsdp.bucket import Bucket
+from hp_muon_plugin.fsdp.parameter import Parameter
+from hp_muon_plugin.layout.spec import ParamSpec
+from hp_muon_plugin.megatron.norms import CountedParam, counts_here
+from hp_muon_plugin.megatron.optimizer import HpMuonMegatronOptimizer, ParamPair, main_param
+from hp_muon_plugin.megatron.param_groups import divide_groups, upstream_groups
+from hp_muon_plugin.megatron.sharded_model import HpFsdpModel, sharded_groups
+from hp_muon_plugin.megatron.sharded_muon import CutBucket, CutMatrix, ShardedMuonOptimizer
+from hp_muon_plugin.megatron.specs import chunk_specs
+from hp_muon_plugin.muon.routing import Algorithm, Route
+from hp_muon_plugin.muon.table import format_table, table_rows
+
+logger = logging.getLogger(__name__)
+
+_Home = tuple[HpFsdpModel, Bucket, Parameter]
+RouteAll = Callable[[Mapping[torch.nn.Parameter, ParamSpec]], Sequence[Route]]
+
+
+class ShardedMegatronOptimizer(HpMuonMegatronOptimizer):
+    """:class:`HpMuonMegatronOptimizer` over shards of :class:`HpFsdpModel`."""
+
+    chunks: Sequence[HpFsdpModel] = ()
+
+    @torch.no_grad()
+    def step_with_ready_grads(self) -> bool:
+        """Update own ranges, and let the next forward send what other replicas wait for.
+
+        Returns:
+            True.
+        """
+        super().step_with_ready_grads()
+        for chunk in self.chunks:
+            chunk.schedule.note_update()
+        return True
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: Megatron's checkpoints would take shards for whole parameters.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(
+            "dp", "hp_fsdp", "checkpoints of shards are not part of this version", "take dp=megatron_ddp to save"
+        )
+
+
+def adamw_only(options: AdamW) -> HpMuon:
+    """Options of a Muon optimizer that has no matrices.
+
+    Args:
+        options: AdamW's.
+
+    Returns:
+        The same for our optimizer.
+    """
+    scalar = ScalarAdamW(lr=options.lr, betas=list(options.betas), eps=options.eps, weight_decay=options.weight_decay)
+    return HpMuon(lr=options.lr, weight_decay=options.weight_decay, clip_grad=options.clip_grad, adamw=scalar)
+
+
+def build_sharded_optimizer(
+    config: Any,
+    chunks: Sequence[HpFsdpModel],
+    options: HpMuon,
+    route: RouteAll,
+    *,
+    arguments: Mapping[str, Any] | None = None,
+) -> ShardedMegatronOptimizer:
+    """Build the optimizer of a sharded model. Every rank calls it, with its own chunks.
+
+    Args:
+        config: megatron-core's ``OptimizerConfig``.
+        chunks: Wrapped chunks.
+        options: Options.
+        route: Chooses the algorithm of every parameter, in the order of the specs.
+        arguments: What else Megatron's factory was called with, by name.
+
+    Returns:
+        The optimizer. Rank 0 logs the routing table.
+
+    Raises:
+        ConfigError: If an option cannot hold for shards.
+    """
+    if options.missing_grad is MissingGrad.error:
+        raise ConfigError(
+            "optimizer.missing_grad", "error", "dp=hp_fsdp reduces a zero for a missing gradient", "set it to leave"
+        )
+    groups = sharded_groups(chunks)
+    built = _Builder()
+    with _all_whole(chunks) as homes:
+        specs = chunk_specs(chunks, options, groups)
+        routes = route(specs)
+        algorithms = {param: chosen.algorithm for param, chosen in zip(specs, routes, strict=True)}
+        divided = divide_groups(
+            upstream_groups(config, chunks, arguments or {}), dict(zip(specs, routes, strict=True)), options, config
+        )
+        counts = {param: counts_here(param, spec, groups) for param, spec in specs.items()}
+    for group in divided:
+        group["params"] = [
+            main
+            for param in group["params"]
+            if (main := built.take(homes[param], specs[param], algorithms[param], counts[param])) is not None
+        ]
+    muon = {param: spec for param, spec in specs.items() if algorithms[param] is Algorithm.muon}
+    frozen = {homes[param][2].sharded: spec for param, spec in specs.items() if not spec.trainable}
+    inner = ShardedMuonOptimizer(
+        divided,
+        built.specs | frozen,
+        options,
+        axes=groups.axes,
+        buckets=built.cut_buckets(muon, chunks),
+        device=chunks[0].schedule.device,
+    )
+    optimizer = ShardedMegatronOptimizer(inner, config, built.pairs, built.counted, groups)
+    optimizer.chunks = tuple(chunks)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        logger.info("parameters of rank 0 and who updates them:\n%s", format_table(table_rows(routes, options)))
+    return optimizer
+
+
+@contextlib.contextmanager
+def _all_whole(chunks: Sequence[HpFsdpModel]) -> Iterator[dict[torch.nn.Parameter, _Home]]:
+    """Register whole parameters on all chunks, and say where each belongs."""
+    homes: dict[torch.nn.Parameter, _Home] = {}
+    with contextlib.ExitStack() as stack:
+        for chunk in chunks:
+            found = stack.enter_context(chunk.whole_parameters())
+            homes |= {whole: (chunk, *home) for whole, home in found.items()}
+        yield homes
+
+
+class _Builder:
+    """Collects what this rank updates, shard by shard."""
+
+    def __init__(self) -> None:
+        self.pairs: list[ParamPair] = []
+        self.counted: list[CountedParam] = []
+        self.specs: dict[torch.nn.Parameter, ParamSpec] = {}
+        self._mains: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+
+    def take(self, home: _Home, spec: ParamSpec, algorithm: Algorithm, is_counted: bool) -> torch.nn.Parameter | None:
+        """The main shard of a parameter, or None if this rank updates none of it."""
+        chunk, bucket, parameter = home
+        shard = parameter.sharded
+        if not shard.numel() or not chunk.is_owned(bucket, parameter):
+            return None
+        main = main_param(shard)
+        self._mains[shard] = main
+        self.pairs.append(ParamPair(shard, main))
+        self.counted.append(CountedParam(spec, main, algorithm, is_counted))
+        self.specs[main] = spec
+        return main
+
+    def cut_buckets(
+        self, muon: Mapping[torch.nn.Parameter, ParamSpec], chunks: Sequence[HpFsdpModel]
+    ) -> list[CutBucket]:
+        """Buckets with Muon's matrices that several ranks share and this replica updates."""
+        found = []
+        for chunk in chunks:
+            for unit in chunk.schedule.units:
+                for bucket in unit.trainable:
+                    cut = [
+                        p
+                        for p in bucket.parameters
+                        if p.full in muon and chunk.is_owned(bucket, p) and _is_cut(bucket, p)
+                    ]
+                    if cut:
+                        held = tuple(self._cut_matrix(bucket, p, muon[p.full]) for p in cut if p.sharded.numel())
+                        found.append(CutBucket(bucket.shard_axis, bucket.layout.shard_numel, held))
+        return found
+
+    def _cut_matrix(self, bucket: Bucket, parameter: Parameter, spec: ParamSpec) -> CutMatrix:
+        shard, at = parameter.sharded, parameter.placement
+        start = shard.hp_shard.start  # type: ignore[attr-defined]
+        offset = at.offset + start - bucket.shard_axis.index * bucket.layout.shard_numel
+        return CutMatrix(self._mains[shard], spec, at, start, offset)
+
+
+def _is_cut(bucket: Bucket, parameter: Parameter) -> bool:
+    """Whether several ranks hold parts of a parameter; the same on all of them."""
+    at, size = parameter.placement, bucket.layout.shard_numel
+    return at.offset // size != (at.stop - 1) // size
