@@ -1,7 +1,6 @@
 """Training over shards equals one process whose updates are computed in float64, on every layout.
 
-Tolerances are those of test_layout_parity.py; AdamW divides by gradients of any size, so rounding errors of
-tiny ones count more: 2e-5 was seen for a weight whose gradients are nearly zero.
+Tolerances as in test_layout_parity.py: 1.9e-6 was seen with Muon and 3.6e-7 with AdamW.
 """
 
 from functools import lru_cache
@@ -20,7 +19,7 @@ from lane.harness import GLOBAL_BATCH, build, dense, moe, train, train_config, w
 from lane.oracle import train_with_oracle
 
 STEPS = 20
-TOLERANCE = {"hp_muon": 1e-5, "adamw": 1e-4}
+TOLERANCE = {"hp_muon": 1e-5, "adamw": 2e-6}
 MODELS = {"dense": dense, "moe": moe, "tied": lambda: dense(tie_embeddings=True)}
 OPTIMIZERS = {"hp_muon": HpMuon(lr=5e-3, weight_decay=0.1), "adamw": AdamW(lr=5e-3)}
 
@@ -62,7 +61,6 @@ def check(
     torch.testing.assert_close(torch.tensor(got["losses"]), torch.tensor(wanted["losses"]), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(torch.tensor(got["norms"]), torch.tensor(wanted["norms"]), rtol=1e-4, atol=1e-6)
     worst = max((relative(got["weights"][n], wanted["weights"][n]), n) for n in wanted["weights"])
-    print(worst)
     assert worst[0] < TOLERANCE[optimizer], worst
     return results
 
@@ -118,7 +116,8 @@ def test_micro_batches_add_up_over_replicas(accumulated: bool) -> None:
     dp = HpFsdp(replicas=2, outer=OuterMode.shard, shard_accumulated=accumulated)
     results = check("dense", 4, Topology(), dp, optimizer="hp_muon", batch=8)
     counts = [got["orthogonalized"] for got in results]
-    assert counts[:2] != counts[2:]  # replicas divide the matrices
+    for replica in (counts[:2], counts[2:]):  # the other one does the rest of the 7 matrices of both layers
+        assert sum(replica) < 2 * 7 * STEPS
 
 
 def relative(got: torch.Tensor, wanted: torch.Tensor) -> float:
