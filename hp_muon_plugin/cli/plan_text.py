@@ -1,6 +1,8 @@
 """What ``run.dry=true`` prints: ranks, batches, routing, and the Muon step of the busiest rank."""
 
+from hp_muon_plugin.cli.shard_text import muon_lines, shard_lines
 from hp_muon_plugin.config.checks import data_parallel_size
+from hp_muon_plugin.config.data_parallel import HpFsdp
 from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.config.trainer import Train
 from hp_muon_plugin.layout.spec import ParamSpec
@@ -40,14 +42,23 @@ def plan_text(config: Train, world_size: int) -> str:
         f"padded to {padded}, {config.platform.precision}",
         f"data       {config.data.kind}, {config.dp.name}",
     ]
+    if isinstance(config.dp, HpFsdp):
+        lines += shard_lines(config, specs, world_size)
     if not isinstance(config.optimizer, HpMuon):
-        return "\n".join([*lines, f"optimizer  {config.optimizer.name}: Megatron's own"])
-    return "\n".join([*lines, "", *_muon_lines(config, specs, options)])
+        whose = "over shards" if isinstance(config.dp, HpFsdp) else "Megatron's own"
+        return "\n".join([*lines, f"optimizer  {config.optimizer.name}: {whose}"])
+    return "\n".join([*lines, "", *_muon_lines(config, specs, options, world_size)])
 
 
-def _muon_lines(config: Train, specs: list[ParamSpec], options: HpMuon) -> list[str]:
+def _muon_lines(config: Train, specs: list[ParamSpec], options: HpMuon, world_size: int) -> list[str]:
     routes = route_parameters(specs, muon_params=options.muon_params, adamw_params=options.adamw_params)
     muon = {route.spec.name for route in routes if route.algorithm is Algorithm.muon}
+    if isinstance(config.dp, HpFsdp):
+        return [
+            format_table(table_rows(routes, options)),
+            "",
+            *muon_lines(config, specs, world_size, muon),
+        ]
     plans = []
     for stage in range(config.topology.pp):
         held = stage_specs(specs, config.model, config.topology, stage=stage, ep=0)

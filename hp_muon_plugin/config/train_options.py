@@ -1,11 +1,12 @@
 """From what Hydra composed, or a file that it wrote, to the typed training options."""
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from hp_muon_plugin.config.data_parallel import DATA_PARALLEL, DataParallel
+from hp_muon_plugin.config.data_parallel import DATA_PARALLEL, DataParallel, HpFsdp
 from hp_muon_plugin.config.optimizer import AdamW, HpMuon
 from hp_muon_plugin.config.options import from_options, nearest
 from hp_muon_plugin.config.trainer import Train
@@ -37,9 +38,18 @@ def typed_train(config: DictConfig) -> Train:
         raise ConfigError("optimizer.name", name, f"is none of {', '.join(OPTIMIZERS)}", f"optimizer={guess}")
     wrapper = plain.pop("dp", None) or {}
     train = from_options(Train, plain, prefix="")
-    train.dp = from_options(DATA_PARALLEL.get(str(wrapper.get("name")), DataParallel), wrapper, prefix="dp")
+    train.dp = _data_parallel(wrapper)
     train.optimizer = from_options(OPTIMIZERS[name], chosen, prefix="optimizer")
     return train
+
+
+def _data_parallel(given: dict[str, Any]) -> DataParallel | HpFsdp:
+    name = str(given.get("name", DataParallel.name))
+    cls = DATA_PARALLEL[name]
+    others = [other for other in DATA_PARALLEL.values() if other is not cls]
+    if any(set(given) == {field.name for field in fields(other)} for other in others):
+        raise ConfigError("dp.name", name, "was set beside the options of another wrapper", f"write dp={name} instead")
+    return from_options(cls, given, prefix="dp")
 
 
 def save_train(train: Train, path: Path) -> None:

@@ -25,6 +25,7 @@ from hp_muon_plugin.fsdp.parameter import Parameter
 from hp_muon_plugin.fsdp.policy import MixedPrecision
 from hp_muon_plugin.megatron.groups import MegatronGroups, megatron_groups
 from hp_muon_plugin.megatron.units import granularities, unit_modules
+from hp_muon_plugin.platform.wire import C10dWire, Wire
 
 
 class HpFsdpModel(DistributedDataParallel):  # type: ignore[misc]  # megatron-core is untyped
@@ -41,6 +42,7 @@ class HpFsdpModel(DistributedDataParallel):  # type: ignore[misc]  # megatron-co
         disable_bucketing: Ignored; accepted as DistributedDataParallel does.
         pg_collection: megatron-core's ``ProcessGroupCollection``, or None for the global parallel state.
         options: Options.
+        wire: Collectives; None takes torch.distributed.
         **unused: Ignored, likewise.
 
     Raises:
@@ -56,6 +58,7 @@ class HpFsdpModel(DistributedDataParallel):  # type: ignore[misc]  # megatron-co
         pg_collection: Any = None,
         *,
         options: HpFsdp | None = None,
+        wire: Wire | None = None,
         **unused: Any,
     ) -> None:
         _BaseDataParallel.__init__(self, config, module)
@@ -66,14 +69,14 @@ class HpFsdpModel(DistributedDataParallel):  # type: ignore[misc]  # megatron-co
         self.dense_mesh = ShardMesh.divided(self.groups.dp, self.options.replicas)
         experts = {p for p in module.parameters() if not getattr(p, "allreduce", True)}
         self.expert_mesh = ShardMesh.divided(self.groups.expert_dp, self.options.replicas) if experts else None
-        self._shard(config, experts)
+        self._shard(config, experts, wire or C10dWire())
         self.schedule = schedule_of(module)
         for bucket, parameter in self.sharded():
             if bucket.is_trainable:
                 parameter.sharded.main_grad = bucket.grad_view(parameter)  # type: ignore[attr-defined]
                 parameter.sharded.grad_added_to_main_grad = False  # type: ignore[attr-defined]
 
-    def _shard(self, config: Any, experts: set[torch.nn.Parameter]) -> None:
+    def _shard(self, config: Any, experts: set[torch.nn.Parameter], wire: Wire) -> None:
         options, module = self.options, self.module
         atoms = granularities(module, self.groups)
         units = unit_modules(module)
@@ -91,6 +94,7 @@ class HpFsdpModel(DistributedDataParallel):  # type: ignore[misc]  # megatron-co
                 prefetch=options.prefetch,
                 outer=options.outer,
                 outer_bucket_bytes=int(options.outer_bucket_mib * 2**20),
+                wire=wire,
             )
 
     def sharded(self) -> Iterator[tuple[Bucket, Parameter]]:

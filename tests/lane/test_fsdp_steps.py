@@ -1,6 +1,7 @@
 """Single steps over shards: types, bad gradients, clipping, and what Megatron's trainers call."""
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,12 +9,27 @@ import torch
 from dist_pool import run_ranks
 
 from hp_muon_plugin.config.choices import OuterMode, Precision
-from hp_muon_plugin.config.data_parallel import HpFsdp
+from hp_muon_plugin.config.data_parallel import DataParallel, HpFsdp
 from hp_muon_plugin.config.optimizer import AdamW, HpMuon
-from hp_muon_plugin.config.trainer import Topology
+from hp_muon_plugin.config.trainer import Topology, Train
 from hp_muon_plugin.errors import ConfigError
+from hp_muon_plugin.models.gpt_specs import gpt_specs
+from hp_muon_plugin.models.shard_plan import plan_shards
+from hp_muon_plugin.train import setup
 from hp_muon_plugin.train.setup import Launch
-from lane.harness import Ready, batches, build, dense, moe, start, train, train_config, whole_weights, wrapped_model
+from lane.harness import (
+    VOCAB,
+    Ready,
+    batches,
+    build,
+    dense,
+    moe,
+    start,
+    train,
+    train_config,
+    whole_weights,
+    wrapped_model,
+)
 
 EP = Topology(ep=2)
 
@@ -100,6 +116,54 @@ def test_layers_and_ends_are_units_and_experts_lie_on_their_own_ranks() -> None:
     assert rest[:2] == (4, 4.0)
     assert not any("local_experts" in name for name in rest[2])
     assert buckets["GPTModel"] == [(4, 4.0, ["decoder.final_layernorm.weight"])]
+
+
+def _counted(launch: Launch, config: Train) -> Any:
+    """The layout that the engine built, what its slots take, and the bytes that arrive in a step."""
+    from hp_muon_plugin.megatron.sharded_model import HpFsdpModel
+    from hp_muon_plugin.platform.counting import CountingWire
+    from hp_muon_plugin.platform.wire import C10dWire, Collective
+
+    ready = build(launch, config)
+    wire = CountingWire(C10dWire())
+    module = setup.build_model(replace(config, dp=DataParallel()), VOCAB, ready.trainer._platform)[0].module
+    model = HpFsdpModel(module.config, None, module, options=config.dp, wire=wire)
+    module.config.no_sync_func = model.no_sync
+    ready.trainer._model = model
+    _forward_backward(ready)
+    arriving = {}
+    for (kind, axis), traffic in wire.counts().items():
+        size = 2 if "replicate" in axis else 4 // config.dp.replicas
+        factor = 2 if kind is Collective.ALL_REDUCE else 1
+        arriving[str(kind)] = arriving.get(str(kind), 0) + factor * traffic.num_bytes * (size - 1) / size
+    units = model.schedule.units
+    layouts = [[(b.layout.shard_numel, b.layout.placements) for b in unit.buckets] for unit in units]
+    slots = {id(unit.weights_slot): unit.weights_slot.num_bytes for unit in units}
+    return layouts, sum(slots.values()), arriving
+
+
+@pytest.mark.parametrize(
+    "dp",
+    [HpFsdp(prefetch=0), HpFsdp(replicas=2, outer=OuterMode.replicate), HpFsdp(shard_accumulated=True)],
+    ids=["prefetch0", "replicas", "sharded"],
+)
+def test_the_dry_run_tells_what_the_engine_does(dp: HpFsdp) -> None:
+    config = train_config(dense(num_layers=4), dp=dp, global_batch=8)
+    plan = plan_shards(config, gpt_specs(config.model, config.topology, 128, HpMuon()), 4, stage=0)
+    layouts, slot_bytes, arriving = run_ranks(4, _counted, config)[0]
+    assert [[(b.layout.shard_numel, b.layout.placements) for b in unit.buckets] for unit in plan.units] == [
+        [(numel, tuple(replace(p, name=_full_name(unit.name, p.name)) for p in places)) for numel, places in buckets]
+        for unit, buckets in zip(plan.units, layouts, strict=True)
+    ]
+    assert plan.peak_gathered_bytes == slot_bytes
+    weights, grads = plan.shard_traffic()
+    assert arriving["all_gather"] == weights
+    assert arriving["reduce_scatter"] == grads
+    assert arriving.get("all_reduce", 0) == plan.replica_traffic()[1]
+
+
+def _full_name(unit: str, name: str) -> str:
+    return name if unit == "root" else f"{unit}.{name}"
 
 
 def _unreduced(launch: Launch) -> str:

@@ -1,0 +1,88 @@
+"""The layout of HP-FSDP as text, for the dry run."""
+
+from itertools import groupby
+
+from hp_muon_plugin.config.choices import OuterMode
+from hp_muon_plugin.config.trainer import Train
+from hp_muon_plugin.layout.spec import ParamSpec
+from hp_muon_plugin.models.shard_plan import PlannedBucket, PlannedUnit, ShardPlan, plan_shards
+
+_MIB = 2**20
+
+
+def shard_lines(config: Train, specs: list[ParamSpec], world_size: int) -> list[str]:
+    """The layout of the pipeline stage that gathers most.
+
+    Args:
+        config: Checked options with ``dp=hp_fsdp``.
+        specs: The whole model's.
+        world_size: Ranks.
+
+    Returns:
+        Lines.
+    """
+    plans = [plan_shards(config, specs, world_size, stage=stage) for stage in range(config.topology.pp)]
+    busiest = max(range(len(plans)), key=lambda stage: plans[stage].shard_traffic())
+    plan = plans[busiest]
+    lines = [f"shards     of a rank of pipeline stage {busiest}: {_total(plan)}"]
+    lines += [f"  {text}" for text in _unit_lines(plan)]
+    weights, grads = plan.shard_traffic()
+    lines.append(f"  arriving per step from the shard group: {_mib(weights)} of weights, {_mib(grads)} of gradients")
+    if plan.options.replicas > 1:
+        weights, grads = plan.replica_traffic()
+        lines.append(f"  arriving per step from other replicas: {_mib(weights)} of weights, {_mib(grads)} of gradients")
+    lines.append(f"  gathered weights take {_mib(plan.peak_gathered_bytes)} at most")
+    return lines
+
+
+def muon_lines(config: Train, specs: list[ParamSpec], world_size: int, muon: set[str]) -> list[str]:
+    """How Muon works on the shards of the pipeline stage where most arrives for it.
+
+    Args:
+        config: Checked options with ``dp=hp_fsdp``.
+        specs: The whole model's.
+        world_size: Ranks.
+        muon: Names of the parameters that Muon takes.
+
+    Returns:
+        Lines.
+    """
+    plans = [plan_shards(config, specs, world_size, stage=stage) for stage in range(config.topology.pp)]
+    stage = max(range(len(plans)), key=lambda stage: plans[stage].muon_work(muon).num_bytes)
+    work, replicas = plans[stage].muon_work(muon), plans[stage].options.replicas
+    divided = replicas > 1 and plans[stage].options.outer is not OuterMode.replicate
+    return [
+        f"Muon step of a rank of pipeline stage {stage}{f', all {replicas} replicas together' if divided else ''}:",
+        f"  {work.num_whole} weights lie whole on one rank, which alone orthogonalizes them",
+        f"  {work.num_cut} weights are gathered over their shard group: {_mib(work.num_bytes)} arrive",
+    ]
+
+
+def _total(plan: ShardPlan) -> str:
+    own = sum(bucket.layout.shard_numel for bucket in plan.buckets)
+    return (
+        f"{len(plan.units)} units, {len(plan.buckets)} buckets, {own:,} elements, padding {plan.padding_share:.2%}; "
+        f"{plan.options.replicas} replicas, outer={plan.options.outer}"
+    )
+
+
+def _unit_lines(plan: ShardPlan) -> list[str]:
+    """Neighbouring units of equal layout in one line."""
+    lines = []
+    for text, run in groupby(plan.units, key=_unit_text):
+        names = [unit.name for unit in run]
+        lines.append(f"{names[0]}{f' .. {names[-1]}' if len(names) > 1 else ''}: {text}")
+    return lines
+
+
+def _unit_text(unit: PlannedUnit) -> str:
+    return ", ".join(_bucket_text(bucket) for bucket in unit.buckets)
+
+
+def _bucket_text(bucket: PlannedBucket) -> str:
+    kind, layout = "experts" if bucket.is_expert else "dense", bucket.layout
+    return f"{kind} {layout.num_shards} x {layout.shard_numel:,} (padding {layout.padding_share:.2%})"
+
+
+def _mib(num_bytes: float) -> str:
+    return f"{num_bytes / _MIB:.3f} MiB"
