@@ -1,0 +1,78 @@
+"""Options of data parallelism that do not fit each other, the model or the ranks."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hp_muon_plugin.config.checks import check_train
+from hp_muon_plugin.config.choices import FloatDtype, MissingGrad, OuterMode
+from hp_muon_plugin.config.data_parallel import DataParallel, HpFsdp
+from hp_muon_plugin.config.optimizer import HpMuon
+from hp_muon_plugin.config.train_options import load_train, save_train
+from hp_muon_plugin.config.trainer import MoE, Topology, Train
+from hp_muon_plugin.errors import ConfigError
+
+EP = Topology(ep=2)
+
+
+def config(dp: HpFsdp | DataParallel, topology: Topology | None = None, *, experts: bool = False) -> Train:
+    train = Train(optimizer=HpMuon(), dp=dp, topology=topology or Topology())
+    train.model.moe = MoE() if experts else None
+    return train
+
+
+@pytest.mark.parametrize(
+    ("train", "option", "fix"),
+    [
+        (config(HpFsdp(replicas=3)), "dp.replicas", "choose among 1, 2, 4, 8"),
+        (config(HpFsdp(replicas=8), EP, experts=True), "dp.replicas", "choose among 1, 2, 4"),
+        (config(HpFsdp(outer=OuterMode.shard)), "dp.outer", "set dp.replicas=2 or more"),
+        (config(HpFsdp(reduce_dtype=FloatDtype.float16)), "dp.reduce_dtype", "set dp.reduce_dtype=float32"),
+        (config(HpFsdp(reshard_after_forward=3)), "dp.reshard_after_forward", "a divisor above 1"),
+        (config(HpFsdp(reshard_after_forward=1)), "dp.reshard_after_forward", "a divisor above 1"),
+        (config(HpFsdp(reshard_after_forward=8, replicas=2)), "dp.reshard_after_forward", "a divisor above 1"),
+        (config(HpFsdp(reshard_after_forward=2), EP, experts=True), "dp.reshard_after_forward", "=true or false"),
+        (config(HpFsdp(reshard_after_forward=-1)), "dp.reshard_after_forward", "dp.reshard_after_forward=True"),
+        (config(HpFsdp(max_padding=1.0)), "dp.max_padding", "dp.max_padding=0.01"),
+        (config(DataParallel(bucket_size=1)), "dp.bucket_size", "set dp.overlap_grad_reduce=true"),
+    ],
+)
+def test_a_wrong_value_is_named_with_a_fix(train: Train, option: str, fix: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_train(train, world_size=8)
+    assert caught.value.option == option
+    assert fix in caught.value.fix
+
+
+def test_tied_embeddings_over_stages_need_gradients_on_every_replica() -> None:
+    train = config(HpFsdp(replicas=2, outer=OuterMode.broadcast), Topology(pp=2))
+    check_train(train, world_size=8)
+    train.model.tie_embeddings = True
+    with pytest.raises(ConfigError, match="set dp.outer=replicate"):
+        check_train(train, world_size=8)
+
+
+def test_a_missing_gradient_cannot_be_an_error() -> None:
+    train = config(HpFsdp())
+    train.optimizer = HpMuon(missing_grad=MissingGrad.error)
+    with pytest.raises(ConfigError, match="optimizer.missing_grad=leave"):
+        check_train(train, world_size=8)
+
+
+@pytest.mark.parametrize(
+    "dp",
+    [
+        HpFsdp(),
+        HpFsdp(reshard_after_forward=True),
+        HpFsdp(reshard_after_forward=False, prefetch=0),
+        HpFsdp(reshard_after_forward=2, replicas=2, outer=OuterMode.shard),
+    ],
+)
+def test_options_that_fit_are_accepted_and_survive_a_file(dp: HpFsdp, tmp_path: Path) -> None:
+    train = config(replace(dp))
+    check_train(train, world_size=8)
+    save_train(train, tmp_path / "config.yaml")
+    loaded = load_train(tmp_path / "config.yaml").dp
+    assert loaded == dp
+    assert type(loaded.reshard_after_forward) is type(dp.reshard_after_forward)  # True == 1
