@@ -49,7 +49,7 @@ def dp_errors(config: Train, world_size: int) -> Iterator[ConfigError]:
     if isinstance(config.dp, DataParallel):
         yield from _ddp_errors(config.dp)
         return
-    yield from _lone_errors(config.dp)
+    yield from lone_errors(config.dp, "dp")
     yield from _optimizer_errors(config)
     topology = config.topology
     if world_size % (topology.tp * topology.pp) or world_size % (topology.ep * topology.etp * topology.pp):
@@ -68,20 +68,29 @@ def _ddp_errors(dp: DataParallel) -> Iterator[ConfigError]:
         )
 
 
-def _lone_errors(dp: HpFsdp) -> Iterator[ConfigError]:
+def lone_errors(dp: HpFsdp, prefix: str) -> Iterator[ConfigError]:
+    """Check options that depend on each other alone.
+
+    Args:
+        dp: Options, every number in its range.
+        prefix: What stands before the names in messages.
+
+    Yields:
+        One error for each thing that is wrong.
+    """
     if dp.reduce_dtype is FloatDtype.float16:
         yield ConfigError(
-            "dp.reduce_dtype",
+            f"{prefix}.reduce_dtype",
             "float16",
             "sums of gradients leave its range",
-            "set dp.reduce_dtype=float32 or dp.reduce_dtype=bfloat16",
+            f"set {prefix}.reduce_dtype=float32 or {prefix}.reduce_dtype=bfloat16",
         )
     if dp.replicas == 1 and dp.outer is not OuterMode.replicate:
         yield ConfigError(
-            "dp.outer",
+            f"{prefix}.outer",
             dp.outer,
-            "says what replicas do, and dp.replicas=1 has none",
-            "set dp.replicas=2 or more, or take dp=hp_fsdp",
+            f"says what replicas do, and {prefix}.replicas=1 has none",
+            f"set {prefix}.replicas=2 or more, or {prefix}.outer=replicate",
         )
 
 

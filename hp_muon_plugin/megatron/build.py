@@ -110,11 +110,19 @@ def build_sharded_adamw(
     Returns:
         The optimizer.
     """
+    return build_sharded_optimizer(config, chunks, adamw_only(options), all_adamw, arguments=arguments)
 
-    def route(specs: Mapping[torch.nn.Parameter, ParamSpec]) -> tuple[Route, ...]:
-        return tuple(Route(spec, Algorithm.adamw, "optimizer=adamw") for spec in specs.values())
 
-    return build_sharded_optimizer(config, chunks, adamw_only(options), route, arguments=arguments)
+def all_adamw(specs: Mapping[torch.nn.Parameter, ParamSpec]) -> tuple[Route, ...]:
+    """Routes of a model without Muon.
+
+    Args:
+        specs: Its parameters.
+
+    Returns:
+        AdamW for each.
+    """
+    return tuple(Route(spec, Algorithm.adamw, "the optimizer is AdamW") for spec in specs.values())
 
 
 def _muon_routes(settings: HpMuon, specs: Mapping[torch.nn.Parameter, ParamSpec]) -> tuple[Route, ...]:

@@ -24,6 +24,7 @@ class HookKind(StrEnum):
 
     factory = "factory"
     guard = "guard"
+    wrapper = "wrapper"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,18 @@ HOOKS: tuple[Hook, ...] = (
         last=(0, 17),
         why="training.py of 0.16 and 0.17 sends every optimizer whose name contains 'muon' here",
         remove_when="0.16 is no longer supported",
+    ),
+    Hook(
+        name="wrapper",
+        module="megatron.core.distributed",
+        attribute="DistributedDataParallel.__init__",
+        kind=HookKind.wrapper,
+        parameters=("config", "ddp_config", "module"),
+        first=(0, 12),
+        last=(0, 19),
+        why="trainers choose among Megatron's own wrappers in closures, default arguments and private functions that "
+        "differ between versions; all of them construct this class",
+        remove_when="megatron-core has a public way to name another wrapper",
     ),
     Hook(
         name="guard",

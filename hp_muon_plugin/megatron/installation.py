@@ -5,14 +5,18 @@ import functools
 import inspect
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from hp_muon_plugin.config.data_parallel import HpFsdp
+from hp_muon_plugin.config.dp_checks import lone_errors
 from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.config.options import from_options, plain
-from hp_muon_plugin.errors import HookError
+from hp_muon_plugin.config.ranges import check_ranges
+from hp_muon_plugin.errors import HookError, raise_all
+from hp_muon_plugin.megatron.contract import check_contract
 from hp_muon_plugin.megatron.hooks import HOOKS, Hook, HookKind, Installed, aliases, put, take_back
 from hp_muon_plugin.megatron.options import Given
 from hp_muon_plugin.megatron.versions import CoreVersion, check_tested, core_version
@@ -20,19 +24,6 @@ from hp_muon_plugin.megatron.versions import CoreVersion, check_tested, core_ver
 logger = logging.getLogger(__name__)
 
 NAME = "hp_muon"
-_ABSTRACT_METHODS = frozenset(
-    {
-        "get_loss_scale",
-        "load_state_dict",
-        "prepare_grads",
-        "reload_model_params",
-        "sharded_state_dict",
-        "state_dict",
-        "step",
-        "step_with_ready_grads",
-        "zero_grad",
-    }
-)
 
 
 class Select(StrEnum):
@@ -52,6 +43,7 @@ class Report:
         version: megatron-core.
         select: When the plugin's optimizer is built.
         given: Options that were given; the rest comes from Megatron's configuration.
+        data_parallel: Options of the wrapper that takes the place of DistributedDataParallel, or None.
         hooks: Hooks in place.
         num_built: Optimizers that the plugin has built.
     """
@@ -59,6 +51,7 @@ class Report:
     version: CoreVersion
     select: Select
     given: Given
+    data_parallel: HpFsdp | None = None
     hooks: list[Installed] = field(default_factory=list)
     num_built: int = 0
 
@@ -100,6 +93,7 @@ def install(
     settings: Given = None,
     *,
     select: Select | str = Select.by_name,
+    data_parallel: HpFsdp | Mapping[str, Any] | None = None,
     hooks: Sequence[str] | None = None,
     strict: bool = True,
     allow_untested: bool = False,
@@ -114,6 +108,9 @@ def install(
             it does not name comes from Megatron's configuration, as everything does with None. An
             ``HpMuon`` says everything.
         select: ``by_name`` or ``always``.
+        data_parallel: Options of :class:`~hp_muon_plugin.config.data_parallel.HpFsdp`: whatever the trainer
+            wraps in DistributedDataParallel is sharded, and updated by ours for ``adam`` and ``hp_muon``.
+            None leaves Megatron's wrapper alone.
         hooks: Names of the hooks to install; None takes ``HP_MUON_HOOKS`` (comma-separated) from
             the environment, or all that this version needs.
         strict: Raise where a hook cannot be installed; False logs it and goes on.
@@ -128,15 +125,15 @@ def install(
         ConfigError: If an option is wrong.
     """
     global _report
-    select, given = Select(select), _typed(settings)
+    select, given, wrapper = Select(select), _typed(settings), _typed_wrapper(data_parallel)
     if _report is not None:
-        if (_report.given, _report.select) == (given, select):
+        if (_report.given, _report.select, _report.data_parallel) == (given, select, wrapper):
             return _report
         raise HookError("install() was called before with other arguments\n  fix: call uninstall() first")
     version = core_version()
     check_tested(version, allow_untested=allow_untested)
-    _check_contract()
-    _report = _put_all(Report(version, select, given), hooks, strict=strict)
+    check_contract()
+    _report = _put_all(Report(version, select, given, wrapper), hooks, strict=strict)
     if select is Select.always:
         atexit.register(_warn_unused, _report)
     logger.info("%s", _report)
@@ -151,9 +148,19 @@ def _typed(settings: Given) -> Given:
     return plain(settings)
 
 
+def _typed_wrapper(options: HpFsdp | Mapping[str, Any] | None) -> HpFsdp | None:
+    if options is None:
+        return None
+    typed = options if isinstance(options, HpFsdp) else from_options(HpFsdp, options, prefix="data_parallel")
+    raise_all([*check_ranges(typed, "data_parallel"), *lone_errors(typed, "data_parallel")])
+    return typed
+
+
 def _put_all(report: Report, names: Sequence[str] | None, *, strict: bool) -> Report:
     try:
         for hook in _wanted(report.version, names):
+            if hook.kind is HookKind.wrapper and report.data_parallel is None:
+                continue
             _put(hook, report, strict)
     except HookError:
         _take_back(report)
@@ -191,7 +198,7 @@ def _wanted(version: CoreVersion, names: Sequence[str] | None) -> list[Hook]:
 
 
 def _put(hook: Hook, report: Report, strict: bool) -> None:
-    make = {HookKind.factory: _factory, HookKind.guard: _guard}[hook.kind]
+    make = {HookKind.factory: _factory, HookKind.guard: _guard, HookKind.wrapper: _wrapper}[hook.kind]
     try:
         installed_hook = put(hook, functools.partial(make, hook, report))
     except HookError as error:
@@ -215,17 +222,31 @@ def _factory(hook: Hook, report: Report, original: Any) -> Any:
     @functools.wraps(original)
     def factory(*args: Any, **kwargs: Any) -> Any:
         bound = inspect.signature(original).bind(*args, **kwargs).arguments
+        rest = {name: value for name, value in bound.items() if name not in ("config", "model_chunks")}
         if not report.is_selected(bound["config"]):
-            return original(*args, **kwargs)
+            sharded = _sharded(bound["config"], bound["model_chunks"], rest) if report.data_parallel else None
+            return original(*args, **kwargs) if sharded is None else sharded
         _refuse_stale_aliases(report)
         from hp_muon_plugin.megatron.build import build_megatron_optimizer
 
-        rest = {name: value for name, value in bound.items() if name not in ("config", "model_chunks")}
         built = build_megatron_optimizer(bound["config"], bound["model_chunks"], settings=report.given, arguments=rest)
         report.num_built += 1
         return built
 
     return factory
+
+
+def _sharded(config: Any, chunks: Sequence[Any], arguments: Mapping[str, Any]) -> Any:
+    from hp_muon_plugin.megatron.wrapping import build_for_shards
+
+    return build_for_shards(config, chunks, arguments)
+
+
+def _wrapper(hook: Hook, report: Report, original: Any) -> Any:
+    from hp_muon_plugin.megatron.wrapping import sharding_init
+
+    assert report.data_parallel is not None
+    return sharding_init(original, report.data_parallel)
 
 
 def _guard(hook: Hook, report: Report, original: Any) -> Any:
@@ -267,19 +288,6 @@ def _refuse_stale_aliases(report: Report) -> None:
                 f"{', '.join(stale)} still is Megatron's own {hook.hook.attribute}\n"
                 "  fix: call hp_muon_plugin.megatron.install() after that assignment, or import the function later"
             )
-
-
-def _check_contract() -> None:
-    from megatron.core.optimizer.optimizer import MegatronOptimizer
-
-    abstract = frozenset(MegatronOptimizer.__abstractmethods__)
-    if abstract != _ABSTRACT_METHODS:
-        grown, gone = sorted(abstract - _ABSTRACT_METHODS), sorted(_ABSTRACT_METHODS - abstract)
-        raise HookError(
-            f"MegatronOptimizer's abstract methods changed (new: {', '.join(grown) or 'none'}; "
-            f"gone: {', '.join(gone) or 'none'})\n"
-            "  fix: install a megatron-core version that `hp-muon doctor` lists as tested"
-        )
 
 
 def _warn_unused(report: Report) -> None:

@@ -255,10 +255,23 @@ def wrap_model_chunks(
         The wrapped chunks.
     """
     wrapped = [HpFsdpModel(config, ddp_config, chunk, pg_collection=pg_collection, options=options) for chunk in chunks]
-    if config.no_sync_func is None:
-        functions = [chunk.no_sync for chunk in wrapped]
-        config.no_sync_func = functions[0] if len(functions) == 1 else functions
+    for chunk in wrapped:
+        add_no_sync(config, chunk)
     return wrapped
+
+
+def add_no_sync(config: Any, chunk: HpFsdpModel) -> None:
+    """Let Megatron's schedules accumulate gradients of one more chunk, unless the trainer has its own way.
+
+    Args:
+        config: megatron-core's ``TransformerConfig``.
+        chunk: A wrapped chunk.
+    """
+    given = config.no_sync_func
+    known = [] if given is None else given if isinstance(given, list) else [given]
+    if all(isinstance(getattr(function, "__self__", None), HpFsdpModel) for function in known):
+        functions = [*known, chunk.no_sync]
+        config.no_sync_func = functions[0] if len(functions) == 1 else functions  # schedules want no list of one
 
 
 def sharded_groups(chunks: Sequence[HpFsdpModel]) -> MegatronGroups:
