@@ -128,6 +128,18 @@ class Bucket:
         if self.compute is not self.master:
             self.compute.copy_(self.master)
 
+    def adopt(self, owners: Sequence[int]) -> None:
+        """Bring shards that other replicas own up to date with the compute copy, which :meth:`refresh` reads.
+
+        Args:
+            owners: Place on the replicate axis of who updates each parameter.
+        """
+        if self.compute is self.master:
+            return
+        for parameter, owner in zip(self.parameters, owners, strict=True):
+            if owner != self.mesh.replicate.index and parameter.sharded.numel():
+                parameter.sharded.data.copy_(self._shard_view(self.compute, parameter))
+
     def gather(self, flat: torch.Tensor) -> Handle:
         """Begin to gather the bucket.
 

@@ -235,8 +235,12 @@ class Group:
                 wire.broadcast(parameter.sharded.detach().reshape(-1), owner, self.axis).wait()
 
     def wait_weights(self) -> None:
-        """Wait for weights that are under way."""
+        """Wait for weights that are under way, and keep them where the shards are of another type."""
+        if not self.weight_handles:
+            return
         wait_for(self.weight_handles, "weights from their owners on {}", self.axis.axis)
+        for bucket in self.buckets:
+            bucket.adopt(self.owners(bucket) or [])
 
 
 def _center(bucket: Bucket, placement: Placement) -> int:

@@ -137,6 +137,8 @@ class Schedule:
     def _begin_forward(self) -> None:
         self._seen = []
         self._reshard_all()  # what an earlier pass left gathered may be out of date
+        for group in self.groups:
+            group.wait_weights()
         for unit in self.units:
             unit.has_kept = False
             for bucket in unit.buckets:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from hp_muon_plugin.fsdp import hp_fully_shard, no_sync
+from hp_muon_plugin.fsdp import MixedPrecision, hp_fully_shard, no_sync
 from hp_muon_plugin.fsdp.api import set_requires_all_reduce
 from hp_muon_plugin.train.setup import Launch
 from tests.dist_pool import joined, run_ranks
@@ -144,3 +144,24 @@ def test_recomputed_activations(reentrant: bool, micros: int) -> None:
 @pytest.mark.parametrize("outer", ["replicate", "broadcast"])
 def test_evaluation_between_steps(outer: str) -> None:
     check("unused", 4, replicas=2, evaluate=True, micros=2, root={"outer": outer})
+
+
+def _forwards(launch: Launch, outer: str) -> list[float]:
+    joined(launch)
+    model = build("dense")
+    types = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in model.layers:
+        hp_fully_shard(layer, _mesh(launch, 2), mp_policy=types)
+    hp_fully_shard(model, _mesh(launch, 2), mp_policy=types, outer=outer)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    loss(model, tokens(0, 0, launch.rank)).backward()
+    optimizer.step()
+    with torch.no_grad():
+        return [float(loss(model, tokens(1, 0, 0))) for _ in range(3)]
+
+
+@pytest.mark.parametrize("outer", ["broadcast", "shard"])
+def test_weights_of_other_owners_last_for_more_than_one_forward(outer: str) -> None:
+    """The second micro-batch cast the old masters of weights that another replica updates, and trained on those."""
+    results = run_ranks(4, _forwards, outer)
+    assert all(value == results[0][0] for result in results for value in result), results

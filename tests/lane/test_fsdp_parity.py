@@ -70,7 +70,6 @@ SP = Topology(tp=2, sequence_parallel=True)
 FSDP = HpFsdp()
 LAYOUTS = [
     ("dense", 1, Topology(), FSDP),
-    ("dense", 2, Topology(), FSDP),
     ("dense", 2, Topology(), HpFsdp(shard_accumulated=True)),
     ("dense", 4, SP, FSDP),
     ("dense", 4, PP, FSDP),
