@@ -39,8 +39,9 @@ class HpFsdp:
     over so many neighbours until backward."""
     prefetch: int = number(1, least=0, most=64)
     """Units gathered ahead, in forward and backward. At most ``prefetch + 1`` units are whole at any time."""
-    outer_bucket_mib: float = number(32.0, least=0)
-    """Least MiB of one reduction between replicas: units are fused until they have as much."""
+    outer_bucket_mib: float | None = number(None, least=0, example=32.0)
+    """Least MiB of one reduction between replicas: units are fused until they have as much. Null: an eighth of the
+    model's shard, but 1 MiB at least and 32 MiB at most."""
     max_padding: float = number(0.01, least=0, below=1)
     """Share of padding above which a shard may end inside a row. Expert matrices are never cut."""
     reduce_dtype: FloatDtype = FloatDtype.float32

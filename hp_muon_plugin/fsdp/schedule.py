@@ -137,7 +137,7 @@ class Schedule:
     def _begin_forward(self) -> None:
         self._seen = []
         self._reshard_all()  # what an earlier pass left gathered may be out of date
-        for group in self.groups:
+        for group in self.reducer.groups:
             group.wait_weights()
         for unit in self.units:
             unit.has_kept = False

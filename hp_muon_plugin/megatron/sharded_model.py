@@ -80,6 +80,7 @@ class HpFsdpModel(DistributedDataParallel):  # type: ignore[misc]  # megatron-co
         options, module = self.options, self.module
         atoms = granularities(module, self.groups)
         units = unit_modules(module)
+        least = options.outer_bucket_mib
         others = {} if self.expert_mesh is None else dict.fromkeys(experts, self.expert_mesh)
         for unit in [*units, module]:
             hp_fully_shard(
@@ -93,7 +94,7 @@ class HpFsdpModel(DistributedDataParallel):  # type: ignore[misc]  # megatron-co
                 max_padding=options.max_padding,
                 prefetch=options.prefetch,
                 outer=options.outer,
-                outer_bucket_bytes=int(options.outer_bucket_mib * 2**20),
+                outer_bucket_bytes=None if least is None else int(least * 2**20),
                 wire=wire,
             )
 
