@@ -17,7 +17,10 @@ PROGRAMS = {
     "torchrun": [sys.executable, "-m", "torch.distributed.run"],
 }
 SHORTER = ["run.steps=1", "run.eval_batches=1", "lr_schedule.warmup_steps=0"]
-SMALLER = ["--only", "16x64", "--threads", "1", "--seconds", "0.1"]
+SMALLER = {
+    "newton-schulz": ["--only", "16x64", "--threads", "1", "--seconds", "0.1"],
+    "fsdp": ["--only", "16x2", "--ranks", "2", "--tokens", "8", "--seconds", "0.1"],
+}
 EXAMPLE_DATA = "/prefix/of/bin-and-idx"
 
 
@@ -45,13 +48,14 @@ def test_a_command_runs_as_it_stands(line: str, tmp_path: Path) -> None:
     write_dataset(str(tmp_path / "mine"), [generator.integers(0, 32000, 500, dtype=np.uint16) for _ in range(20)])
     program, *arguments = shlex.split(line.replace(EXAMPLE_DATA, str(tmp_path / "mine")))
     trains = "train" in arguments
-    shorter = SHORTER if trains else SMALLER if "bench" in arguments else []
+    shorter = SHORTER if trains else SMALLER[arguments[1]] if "bench" in arguments else []
     command = [*PROGRAMS[program], *arguments, *shorter]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=220, check=False)
     assert done.returncode == 0, done.stderr
     is_plan = "--dry-run" in arguments
     if "bench" in arguments:
-        assert "standard float32" in done.stdout or "gram float32" in done.stdout
+        wanted = ["ratio"] if "fsdp" in arguments else ["standard float32", "gram float32"]
+        assert any(text in done.stdout for text in wanted)
         assert list(tmp_path.rglob("*.json"))
     elif not trains:
         assert "no problems found" in done.stdout

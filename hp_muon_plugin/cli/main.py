@@ -13,7 +13,7 @@ _USAGE = """usage: hp-muon COMMAND ...
                          optimizer=adamw model=tiny_dense topology.ranks=2 run.steps=100
                          --dry-run prints the plan and stops; --cfg job, --info and -m are Hydra's
   bench newton-schulz    polar factors: ours against peers, with the machine's floor; --help lists options
-  bench fsdp            sharded data parallelism: ours against torch's fully_shard
+  bench fsdp             sharded data parallelism: ours against torch's fully_shard
   doctor                 versions, platform, hooks, and what would not work and why
   --version              print the version
 """

@@ -67,12 +67,7 @@ class Group:
 
     def place(self, bucket: Bucket) -> int:
         """First element of a bucket in the group."""
-        place = 0
-        for other in self.buckets:
-            if other is bucket:
-                return place
-            place += other.layout.shard_numel
-        raise AssertionError(bucket)
+        return sum(other.layout.shard_numel for other in self.buckets[: self.buckets.index(bucket)])
 
     def out(self, bucket: Bucket) -> torch.Tensor:
         """Where a bucket's reduce-scatter writes.
@@ -148,9 +143,8 @@ class Group:
             for parameter, owner in zip(bucket.parameters, self._owners[id(bucket)], strict=True):
                 shard = parameter.sharded
                 if shard.numel():
-                    ends.append(
-                        (owner, place + int(shard.storage_offset() - bucket.master.storage_offset()) + shard.numel())
-                    )
+                    offset = int(shard.storage_offset() - bucket.master.storage_offset())
+                    ends.append((owner, place + offset + shard.numel()))
             place += bucket.layout.shard_numel
         start = 0
         for owner, run in groupby(ends, key=lambda end: end[0]):
@@ -288,15 +282,15 @@ def _group(buckets: list[Bucket], mode: OuterMode, turn: int) -> Group:
     numel = sum(bucket.layout.shard_numel for bucket in buckets)
     grad = torch.zeros(numel, dtype=first.reduce_dtype, device=first.master.device)
     group = Group(buckets, axis, mode if axis.size > 1 else OuterMode.replicate, grad)
-    start = 0
-    for bucket in buckets:
-        bucket.attach_grad(grad[start : start + bucket.layout.shard_numel])
-        start += bucket.layout.shard_numel
     if group.mode is not OuterMode.replicate:
         group.compute = torch.empty(numel, dtype=first.compute_dtype, device=first.master.device)
-        start = 0
-        for bucket in buckets:
-            bucket.rebase(group.compute[start : start + bucket.layout.shard_numel])
-            start += bucket.layout.shard_numel
+    start = 0
+    for bucket in buckets:
+        stop = start + bucket.layout.shard_numel
+        bucket.attach_grad(grad[start:stop])
+        if group.compute is not None:
+            bucket.rebase(group.compute[start:stop])
+        start = stop
+    if group.compute is not None:
         group.assign_owners(turn)
     return group
