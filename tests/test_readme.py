@@ -47,12 +47,12 @@ def test_a_command_runs_as_it_stands(line: str, tmp_path: Path) -> None:
     generator = np.random.default_rng(0)
     write_dataset(str(tmp_path / "mine"), [generator.integers(0, 32000, 500, dtype=np.uint16) for _ in range(20)])
     program, *arguments = shlex.split(line.replace(EXAMPLE_DATA, str(tmp_path / "mine")))
-    trains = "train" in arguments
+    is_plan = "--dry-run" in arguments or "plan" in arguments
+    trains = "train" in arguments or is_plan
     shorter = SHORTER if trains else SMALLER[arguments[1]] if "bench" in arguments else []
     command = [*PROGRAMS[program], *arguments, *shorter]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=220, check=False)
     assert done.returncode == 0, done.stderr
-    is_plan = "--dry-run" in arguments
     if "bench" in arguments:
         wanted = ["ratio"] if "fsdp" in arguments else ["standard float32", "gram float32"]
         assert any(text in done.stdout for text in wanted)

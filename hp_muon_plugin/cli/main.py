@@ -1,4 +1,4 @@
-"""``hp-muon``: train, bench, doctor."""
+"""``hp-muon``: train, plan, bench, doctor."""
 
 import os
 import signal
@@ -12,6 +12,7 @@ _USAGE = """usage: hp-muon COMMAND ...
   train [OVERRIDE ...]   train a megatron-core GPT; Hydra overrides such as
                          optimizer=adamw model=tiny_dense topology.ranks=2 run.steps=100
                          --dry-run prints the plan and stops; --cfg job, --info and -m are Hydra's
+  plan [OVERRIDE ...]    the same run's ranks, layout, bytes by link, memory and routing; nothing starts
   bench newton-schulz    polar factors: ours against peers, with the machine's floor; --help lists options
   bench fsdp             sharded data parallelism: ours against torch's fully_shard
   doctor                 versions, platform, hooks, and what would not work and why
@@ -58,7 +59,12 @@ def _run(given: list[str]) -> int:
     if given[0] == "--version":
         print(hp_muon_plugin.__version__)
         return 0
-    commands: dict[str, Callable[[list[str]], int]] = {"train": _train, "bench": _bench, "doctor": _doctor}
+    commands: dict[str, Callable[[list[str]], int]] = {
+        "train": _train,
+        "plan": _plan,
+        "bench": _bench,
+        "doctor": _doctor,
+    }
     if given[0] not in commands:
         print(f"hp-muon: no command {given[0]!r}; commands are {', '.join(commands)}", file=sys.stderr)
         return 2
@@ -69,6 +75,10 @@ def _train(arguments: list[str]) -> int:
     from hp_muon_plugin.cli.train import run
 
     return run(arguments)
+
+
+def _plan(arguments: list[str]) -> int:
+    return _train([*arguments, "--dry-run"])
 
 
 def _bench(arguments: list[str]) -> int:

@@ -1,6 +1,6 @@
 """What ``run.dry=true`` prints: ranks, batches, routing, and the Muon step of the busiest rank."""
 
-from hp_muon_plugin.cli.shard_text import muon_lines, shard_lines
+from hp_muon_plugin.cli.shard_text import crossing_lines, muon_lines, shard_lines
 from hp_muon_plugin.config.checks import data_parallel_size
 from hp_muon_plugin.config.data_parallel import HpFsdp
 from hp_muon_plugin.config.optimizer import HpMuon
@@ -48,6 +48,23 @@ def plan_text(config: Train, world_size: int) -> str:
         whose = "over shards" if isinstance(config.dp, HpFsdp) else "Megatron's own"
         return "\n".join([*lines, f"optimizer  {config.optimizer.name}: {whose}"])
     return "\n".join([*lines, "", *_muon_lines(config, specs, options, world_size)])
+
+
+def warnings_text(config: Train, world_size: int) -> list[str]:
+    """What a user should know before a run that is not a mistake.
+
+    Args:
+        config: Checked options.
+        world_size: Ranks.
+
+    Returns:
+        Messages.
+    """
+    if not isinstance(config.dp, HpFsdp):
+        return []
+    options = config.optimizer if isinstance(config.optimizer, HpMuon) else HpMuon()
+    padded = padded_vocab_size(vocabulary_size(config.data), config.model, config.topology)
+    return crossing_lines(config, gpt_specs(config.model, config.topology, padded, options), world_size)
 
 
 def _muon_lines(config: Train, specs: list[ParamSpec], options: HpMuon, world_size: int) -> list[str]:

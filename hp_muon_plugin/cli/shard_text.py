@@ -1,11 +1,13 @@
 """The layout of HP-FSDP as text, for the dry run."""
 
+import os
 from itertools import groupby
 
 from hp_muon_plugin.config.choices import OuterMode
 from hp_muon_plugin.config.trainer import Train
 from hp_muon_plugin.layout.spec import ParamSpec
 from hp_muon_plugin.models.shard_plan import PlannedBucket, PlannedUnit, ShardPlan, plan_shards
+from hp_muon_plugin.models.shard_topology import crossing_errors
 
 _MIB = 2**20
 
@@ -32,7 +34,23 @@ def shard_lines(config: Train, specs: list[ParamSpec], world_size: int) -> list[
         weights, grads = plan.replica_traffic()
         lines.append(f"  arriving per step from other replicas: {_mib(weights)} of weights, {_mib(grads)} of gradients")
     lines.append(f"  gathered weights take {_mib(plan.peak_gathered_bytes)} at most")
+    lines += [f"  warning: {error}" for error in crossing_errors(config, plan, world_size, os.environ)]
     return lines
+
+
+def crossing_lines(config: Train, specs: list[ParamSpec], world_size: int) -> list[str]:
+    """Warnings for a run whose shard groups leave their supernode.
+
+    Args:
+        config: Checked options with ``dp=hp_fsdp``.
+        specs: The whole model's.
+        world_size: Ranks.
+
+    Returns:
+        One line for each kind of shard group that does.
+    """
+    plan = plan_shards(config, specs, world_size, stage=0)
+    return [str(error) for error in crossing_errors(config, plan, world_size, os.environ)]
 
 
 def muon_lines(config: Train, specs: list[ParamSpec], world_size: int, muon: set[str]) -> list[str]:

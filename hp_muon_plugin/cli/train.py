@@ -8,7 +8,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from hp_muon_plugin.cli.hydra_app import complain, flags_first, run_hydra, say
-from hp_muon_plugin.cli.plan_text import plan_text
+from hp_muon_plugin.cli.plan_text import plan_text, warnings_text
 from hp_muon_plugin.config.checks import check_train
 from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.config.train_options import typed_train
@@ -49,6 +49,9 @@ def _job(composed: DictConfig) -> int:
             print(plan_text(config, world_size))
         return 0
     check_machine(config)
+    if speaks():
+        for text in warnings_text(config, world_size):
+            say(f"warning: {text}")
     if is_rank():
         return _run_this_rank(config, folder)
     return _run_all_ranks(config, folder, world_size)

@@ -60,6 +60,13 @@ class OuterMode(StrEnum):
     shard = "shard"
 
 
+class ShardLayout(StrEnum):
+    """How parameters are divided over shards."""
+
+    flat = "flat"
+    per_param = "per_param"
+
+
 class NonFinite(StrEnum):
     """What a step with a NaN or infinite gradient does. Either way no weight and no state changes."""
 

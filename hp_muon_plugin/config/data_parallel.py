@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from hp_muon_plugin.config.choices import DataParallelName, FloatDtype, OuterMode
+from hp_muon_plugin.config.choices import DataParallelName, FloatDtype, OuterMode, ShardLayout
 from hp_muon_plugin.config.ranges import number
 
 
@@ -44,6 +44,9 @@ class HpFsdp:
     model's shard, but 1 MiB at least and 32 MiB at most."""
     max_padding: float = number(0.01, least=0, below=1)
     """Share of padding above which a shard may end inside a row. Expert matrices are never cut."""
+    shard_layout: ShardLayout = ShardLayout.flat
+    """``flat``: contiguous ranges, nothing is copied around collectives; ``per_param``: chunks of dim 0 of each weight,
+    as PyTorch's ``fully_shard``, to compare with (not with Muon)."""
     reduce_dtype: FloatDtype = FloatDtype.float32
     """Type in which gradients are accumulated and reduced: ``float32`` or ``bfloat16``."""
     shard_accumulated: bool = False

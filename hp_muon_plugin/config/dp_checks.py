@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from hp_muon_plugin.config.choices import FloatDtype, MissingGrad, OuterMode
+from hp_muon_plugin.config.choices import FloatDtype, MissingGrad, OuterMode, ShardLayout
 from hp_muon_plugin.config.data_parallel import DataParallel, HpFsdp
 from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.config.topology_checks import data_parallel_size
@@ -101,6 +101,11 @@ def _optimizer_errors(config: Train) -> Iterator[ConfigError]:
             "error",
             "dp=hp_fsdp reduces a zero for a parameter without gradient, and cannot tell it from one",
             "set optimizer.missing_grad=leave, or take dp=megatron_ddp",
+        )
+    is_chunked = isinstance(config.dp, HpFsdp) and config.dp.shard_layout is ShardLayout.per_param
+    if is_chunked and isinstance(config.optimizer, HpMuon):
+        yield ConfigError(
+            "dp.shard_layout", "per_param", "hp_muon works on whole matrices of the flat layout", "use flat, or adamw"
         )
 
 

@@ -127,6 +127,8 @@ class Topology:
     """Seconds after which a collective that a rank does not join is an error."""
     threads: int = number(1, least=1, most=1024)
     """CPU threads per rank."""
+    ranks_per_supernode: int | None = number(None, least=1, example=16)
+    """Consecutive ranks behind fast links. null: known from RANK_TABLE_FILE or torchrun's nodes, else all ranks."""
 
 
 @dataclass

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hp_muon_plugin.config.choices import OuterMode
+from hp_muon_plugin.config.choices import OuterMode, ShardLayout
 from hp_muon_plugin.errors import ConfigError
 from hp_muon_plugin.fsdp.bucket import Bucket, Original
 from hp_muon_plugin.fsdp.hooks import Hooks
@@ -16,7 +16,7 @@ from hp_muon_plugin.fsdp.policy import MixedPrecision, ScheduleOptions, UnitOpti
 from hp_muon_plugin.fsdp.schedule import Schedule
 from hp_muon_plugin.fsdp.unit import Unit
 from hp_muon_plugin.layout.bucket import Piece
-from hp_muon_plugin.layout.bucket_planner import plan_buckets
+from hp_muon_plugin.layout.per_param import plan_layouts
 from hp_muon_plugin.platform.collectives import AxisGroup
 from hp_muon_plugin.platform.wire import C10dWire, Wire
 
@@ -57,6 +57,7 @@ def hp_fully_shard(
     granularity: Granularity = default_granularity,
     divisor: float | None = None,
     max_padding: float = 0.01,
+    shard_layout: ShardLayout | str = ShardLayout.flat,
     prefetch: int = 1,
     outer: OuterMode | str = OuterMode.replicate,
     outer_bucket_bytes: int | None = None,
@@ -86,6 +87,8 @@ def hp_fully_shard(
         granularity: What of a parameter stays whole: ``(elements, is_never_cut)``.
         divisor: By what summed gradients are divided. None: the number of ranks of the mesh.
         max_padding: Share of padding above which rows may be cut.
+        shard_layout: ``flat``: contiguous ranges of all parameters, no copy around collectives. ``per_param``: equal
+            chunks of dim 0 of each parameter, as ``fully_shard`` has them; copied around every collective.
         prefetch: For the root: units that are gathered ahead.
         outer: For the root: what replicas do with the sum of their gradients. ``replicate``: all of them
             update all weights. ``broadcast``: the same sum, but each weight is updated by one replica, which
@@ -102,7 +105,9 @@ def hp_fully_shard(
         ConfigError: If an argument does not fit the module or the mesh.
     """
     axes = mesh if isinstance(mesh, ShardMesh) else ShardMesh.from_device_mesh(mesh)
-    options = UnitOptions(reshard_after_forward, mp_policy or MixedPrecision(), divisor, max_padding)
+    options = UnitOptions(
+        reshard_after_forward, mp_policy or MixedPrecision(), divisor, max_padding, ShardLayout(shard_layout)
+    )
     _check(module, prefetch)
     originals = _originals(module, ignored_params or set())
     wire = wire or C10dWire()
@@ -182,7 +187,7 @@ def _buckets(
         Piece(member.name, tuple(member.parameter.shape), *granularity(member.name, member.parameter))
         for member in members
     ]
-    for layout in plan_buckets(pieces, axis.size, max_padding=options.max_padding):
+    for layout in plan_layouts(pieces, axis.size, options.shard_layout, max_padding=options.max_padding):
         names = {placement.name for placement in layout.placements}
         yield Bucket(
             layout,

@@ -7,8 +7,10 @@ import torch
 from torch import nn
 
 from hp_muon_plugin.fsdp.mesh import ShardMesh
+from hp_muon_plugin.fsdp.packing import Packing, Unpacking
 from hp_muon_plugin.fsdp.parameter import Parameter
 from hp_muon_plugin.layout.bucket import BucketLayout, Placement
+from hp_muon_plugin.layout.per_param import PerParamLayout
 from hp_muon_plugin.platform.collectives import AxisGroup
 from hp_muon_plugin.platform.wire import Handle, Wire
 
@@ -68,6 +70,7 @@ class Bucket:
         is_cast = self.compute_dtype is not first.dtype
         self.compute = torch.empty_like(self.master, dtype=self.compute_dtype) if is_cast else self.master
         self.grad: torch.Tensor | None = None
+        self._packing = Packing(layout) if isinstance(layout, PerParamLayout) else None
         self._grad_views: list[torch.Tensor] = []
 
     @property
@@ -85,9 +88,7 @@ class Bucket:
             original.name, original.parameter, original.places, placement, compute_dtype=self.compute_dtype
         )
         start, stop = self.layout.span(placement.name, self.shard_axis.index)
-        place = (
-            max(0, placement.offset + start - self.shard_axis.index * self.layout.shard_numel) if stop > start else 0
-        )
+        place = self.layout.place_in_shard(placement.name, self.shard_axis.index)
         flat = self.master[place : place + stop - start]
         if not original.parameter.is_meta:
             with torch.no_grad():
@@ -101,17 +102,18 @@ class Bucket:
         Args:
             whole: ``(num_shards * shard_numel,)`` in the type of the shards; its device is the bucket's.
         """
-        begin = self.shard_axis.index * self.layout.shard_numel
-        self.master = whole[begin : begin + self.layout.shard_numel].clone()
+        self.master = torch.zeros(self.layout.shard_numel, dtype=whole.dtype, device=whole.device)
         is_cast = self.compute_dtype is not self.master.dtype
         self.compute = torch.empty_like(self.master, dtype=self.compute_dtype) if is_cast else self.master
-        for parameter in self.parameters:
+        for index, parameter in enumerate(self.parameters):
             info, original = parameter.sharded.hp_shard, parameter.sharded  # type: ignore[attr-defined]
-            place = max(0, parameter.placement.offset + info.start - begin) if info.stop > info.start else 0
             parameter.full = nn.Parameter(
                 torch.empty(0, dtype=self.compute_dtype, device=whole.device), requires_grad=original.requires_grad
             )
-            parameter.shard(self.master[place : place + info.stop - info.start], info.start, info.stop, original)
+            place, count = self.layout.place_in_shard(index, self.shard_axis.index), info.stop - info.start
+            first = parameter.placement.offset + info.start
+            self.master[place : place + count] = whole[first : first + count]
+            parameter.shard(self.master[place : place + count], info.start, info.stop, original)
 
     def gather_master(self) -> torch.Tensor:
         """Gather the shards in their own type. All ranks of the shard axis must call it.
@@ -120,8 +122,14 @@ class Bucket:
             ``(num_shards * shard_numel,)``, a new tensor.
         """
         flat = torch.empty(self.layout.numel, dtype=self.master.dtype, device=self.master.device)
-        self._wire.all_gather(flat, self.master, self.shard_axis).wait()
+        self._gather(flat, self.master, self.shard_axis).wait()
         return flat
+
+    def _gather(self, flat: torch.Tensor, source: torch.Tensor, axis: AxisGroup) -> Handle:
+        if self._packing is None or not self.is_sharded:
+            return self._wire.all_gather(flat, source, axis)
+        stage = self._packing.stage(flat)
+        return Unpacking(self._wire.all_gather(stage, source, axis), self._packing, stage, flat)
 
     def refresh(self) -> None:
         """Bring the compute copy up to date with the shards that the optimizer changed."""
@@ -150,7 +158,7 @@ class Bucket:
             What to wait for.
         """
         # shard axis, shard_numel * itemsize bytes from each rank; the unit's forward or backward waits
-        return self._wire.all_gather(flat, self.compute, self.shard_axis)
+        return self._gather(flat, self.compute, self.shard_axis)
 
     def gather_near(self, flat: torch.Tensor, kept: torch.Tensor, near: AxisGroup | None) -> Handle:
         """Begin to gather the bucket from neighbours that keep parts of it.
@@ -223,6 +231,10 @@ class Bucket:
         if not self.is_sharded:  # one rank, or replicated parameters
             out.copy_(full)
             return self._wire.all_reduce(out, self.mesh.shard)
+        if self._packing is not None:
+            stage = self._packing.stage(full)
+            self._packing.pack(full, stage)
+            full = stage
         return self._wire.reduce_scatter(out, full, self.shard_axis)
 
     def rebase(self, flat: torch.Tensor) -> None:

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+from hp_muon_plugin.config.choices import ShardLayout
+
 
 @dataclass(frozen=True, slots=True)
 class MixedPrecision:
@@ -33,12 +35,14 @@ class UnitOptions:
         precision: Types.
         divisor: By what summed gradients are divided. None: the number of ranks that share them.
         max_padding: Share of padding above which rows may be cut; see ``layout/bucket_planner.py``.
+        shard_layout: How parameters are divided over shards.
     """
 
     reshard_after_forward: bool | int | None = None
     precision: MixedPrecision = MixedPrecision()
     divisor: float | None = None
     max_padding: float = 0.01
+    shard_layout: ShardLayout = ShardLayout.flat
 
 
 @dataclass(frozen=True, slots=True)

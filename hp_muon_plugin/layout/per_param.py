@@ -8,7 +8,9 @@ other way. It exists to compare with, and for hosts that need chunks of dim 0.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hp_muon_plugin.config.choices import ShardLayout
 from hp_muon_plugin.layout.bucket import BucketLayout, Piece, Placement, ShardPiece, round_up
+from hp_muon_plugin.layout.bucket_planner import plan_buckets
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,3 +78,22 @@ def plan_per_param(pieces: Sequence[Piece], num_shards: int, *, align: int = 8) 
         place += num_shards * chunk
     shard_numel = max(align, round_up(sum(chunks), align))
     return (PerParamLayout(num_shards, shard_numel, tuple(placements), tuple(chunks)),)
+
+
+def plan_layouts(
+    pieces: Sequence[Piece], num_shards: int, kind: ShardLayout, *, max_padding: float
+) -> tuple[BucketLayout, ...]:
+    """Plan the buckets of a unit.
+
+    Args:
+        pieces: Parameters of one type.
+        num_shards: Ranks that share them.
+        kind: Which layout.
+        max_padding: See :func:`~hp_muon_plugin.layout.bucket_planner.plan_buckets`; only for the flat layout.
+
+    Returns:
+        Layouts; every parameter is in one of them.
+    """
+    if kind is ShardLayout.per_param:
+        return plan_per_param(pieces, num_shards)
+    return plan_buckets(pieces, num_shards, max_padding=max_padding)

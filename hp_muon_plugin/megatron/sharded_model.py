@@ -92,6 +92,7 @@ class HpFsdpModel(DistributedDataParallel):  # type: ignore[misc]  # megatron-co
                 granularity=lambda name, parameter: atoms[parameter],
                 divisor=1.0 if config.calculate_per_token_loss else float(self.groups.dp.size),
                 max_padding=options.max_padding,
+                shard_layout=options.shard_layout,
                 prefetch=options.prefetch,
                 outer=options.outer,
                 outer_bucket_bytes=None if least is None else int(least * 2**20),

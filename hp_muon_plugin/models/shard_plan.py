@@ -12,7 +12,7 @@ from hp_muon_plugin.config.dp_checks import expert_data_parallel_size
 from hp_muon_plugin.config.topology_checks import data_parallel_size
 from hp_muon_plugin.config.trainer import Train
 from hp_muon_plugin.layout.bucket import BucketLayout, Piece, round_up
-from hp_muon_plugin.layout.bucket_planner import plan_buckets
+from hp_muon_plugin.layout.per_param import plan_layouts
 from hp_muon_plugin.layout.spec import ParamSpec
 from hp_muon_plugin.megatron.granularity import ROOT, atom_of, local_shape, unit_of
 from hp_muon_plugin.models.gpt_specs import stage_specs
@@ -109,12 +109,11 @@ class ShardPlan:
     def shard_traffic(self) -> tuple[float, float]:
         """Bytes of weights and of gradients that arrive at a rank from its shard group in a step."""
         weights = grads = 0.0
-        reductions = self.num_micro_batches if self.options.shard_accumulated else 1
         for unit in self.units:
             for bucket in unit.buckets:
                 others = bucket.layout.numel - bucket.layout.shard_numel
-                weights += others * self.weight_bytes * self._num_gathers(unit) * self.num_micro_batches
-                grads += others * self.grad_bytes * reductions
+                weights += others * self.weight_bytes * self.num_gathers(unit) * self.num_micro_batches
+                grads += others * self.grad_bytes * self.num_reductions
         return weights, grads
 
     def replica_traffic(self) -> tuple[float, float]:
@@ -141,8 +140,17 @@ class ShardPlan:
             num_bytes += 4 * (layout.numel - layout.shard_numel) if num_cut else 0
         return MuonWork(whole, cut, num_bytes)
 
-    def _num_gathers(self, unit: PlannedUnit) -> int:
-        """In a micro-batch: forward, and backward where it was given up in between."""
+    @property
+    def num_reductions(self) -> int:
+        """Reductions of each gradient over its shard group in a step."""
+        return self.num_micro_batches if self.options.shard_accumulated else 1
+
+    def num_gathers(self, unit: PlannedUnit) -> int:
+        """Gathers of a unit in a micro-batch: forward, and backward where it was given up in between.
+
+        Args:
+            unit: One of the plan.
+        """
         kept = [self.units[0], *self.units[1:][-(self.options.prefetch + 1) :]]
         return 1 if self.options.reshard_after_forward is False or unit in kept else 2
 
@@ -178,5 +186,5 @@ def _buckets(specs: list[ParamSpec], shards: dict[bool, int], dp: HpFsdp) -> Ite
             for spec in specs
             if spec.is_expert == is_expert
         ]
-        for layout in plan_buckets(pieces, size, max_padding=dp.max_padding):
+        for layout in plan_layouts(pieces, size, dp.shard_layout, max_padding=dp.max_padding):
             yield PlannedBucket(layout, is_expert)

@@ -141,3 +141,17 @@ def test_unknown_commands_and_help() -> None:
     helped = subprocess.run([*CLI, "--help"], capture_output=True, text=True, check=False)
     assert helped.returncode == 0
     assert "hp-muon COMMAND" in helped.stdout
+
+
+def test_plan_is_the_dry_run_and_warns_of_shard_groups_that_leave_their_supernode(tmp_path: Path) -> None:
+    overrides = ["dp=hp_fsdp", "topology.ranks=8", "topology.ep=2"]
+    done = hp_muon("plan", *overrides, folder=tmp_path)
+    assert done.returncode == 0
+    assert "warning" not in done.stdout
+    assert done.stdout == hp_muon("train", "--dry-run", *overrides, folder=tmp_path).stdout
+    crossing = hp_muon("plan", *overrides, "topology.ranks_per_supernode=4", folder=tmp_path).stdout
+    assert "(data-parallel shards)=8: the shard group of 8 ranks covers 2 supernodes" in crossing
+    assert "(expert-data-parallel shards)=4" in crossing
+    assert "fix: shard over 4 ranks and replicate over 2" in crossing
+    inside = hp_muon("plan", *overrides, "dp.replicas=2", "topology.ranks_per_supernode=4", folder=tmp_path)
+    assert "warning" not in inside.stdout

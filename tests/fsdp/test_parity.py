@@ -121,6 +121,13 @@ def test_resharding_after_forward_or_not(reshard: bool) -> None:
     check("dense", 2, unit={"reshard_after_forward": reshard})
 
 
+@pytest.mark.parametrize(("world_size", "replicas"), [(1, 1), (3, 1), (4, 2)])
+@pytest.mark.parametrize("name", ["experts", "unused"])
+def test_chunks_of_every_parameter(name: str, world_size: int, replicas: int) -> None:
+    unit = {"shard_layout": "per_param"}
+    check(name, world_size, replicas=replicas, micros=2, unit=unit, root={"outer": "shard"})
+
+
 @pytest.mark.parametrize("outer", ["replicate", "broadcast", "shard"])
 @pytest.mark.parametrize(("world_size", "replicas"), [(2, 2), (4, 2), (6, 3), (8, 4)])
 @pytest.mark.parametrize("outer_bucket_bytes", [100, 1 << 20])
