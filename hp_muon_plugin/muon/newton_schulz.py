@@ -17,21 +17,19 @@ tall, in any strides; the last product writes the result where it belongs, or up
 """
 
 import contextlib
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from hp_muon_plugin.config.choices import NonFinite
-from hp_muon_plugin.errors import GradientError
 from hp_muon_plugin.muon.algorithm import Algorithm, Form
 from hp_muon_plugin.muon.coefficients import Coefficients
 from hp_muon_plugin.muon.precision import gram_precision, ieee_float32, settings
 from hp_muon_plugin.muon.prepared import Prepared, Runs, applied, prepare
-from hp_muon_plugin.muon.products import BlockSymmetricProducts, FullProducts, Products, run_all
+from hp_muon_plugin.muon.products import products_of, run_all
 from hp_muon_plugin.muon.runs import GramPrecision, segments
-from hp_muon_plugin.muon.scaling import is_in_range, largest_entry, scaled, scaled_half
+from hp_muon_plugin.muon.scaling import is_in_range, largest_entry, refuse_non_finite, scaled, scaled_half
 from hp_muon_plugin.muon.small_matrices import SmallMatrices
 from hp_muon_plugin.muon.stack import Stack, Target, chunks
 from hp_muon_plugin.muon.workspace import Workspace
@@ -80,7 +78,7 @@ class NewtonSchulz:
         self._always_scales = device.type != "cpu" if always_scales is None else always_scales
         self._num_non_finite = torch.zeros((), dtype=torch.int64, device=device)
         self._dtype: torch.dtype = getattr(torch, algorithm.dtype)
-        self._products = _products(algorithm, self._workspace)
+        self._products = products_of(algorithm, self._workspace)
         self._runs: dict[GramPrecision, Runs] = {}
         self._prepared: dict[GramPrecision, dict[tuple[torch.Size, ...], Prepared]] = {}
         self._one_chunk: set[tuple[torch.Size, ...]] = set()
@@ -173,7 +171,7 @@ class NewtonSchulz:
 
     def _run_all(self, stacks: Sequence[Stack]) -> None:
         if self._non_finite is NonFinite.error:
-            _refuse_non_finite(stacks)
+            refuse_non_finite([stack.x for stack in stacks])
         with self._exact():
             precision = self._precision()
             shapes = tuple([stack.x.shape for stack in stacks])
@@ -281,27 +279,6 @@ class NewtonSchulz:
         if all(setting.is_ieee() for setting in self._settings):
             return _UNCHANGED
         return ieee_float32(self._settings)
-
-
-def _products(algorithm: Algorithm, workspace: Workspace) -> Products:
-    if algorithm.has_kernel and importlib.util.find_spec("triton") is not None:
-        from hp_muon_plugin.muon.triton_products import TritonProducts
-
-        return TritonProducts()
-    if algorithm.num_blocks > 1:
-        return BlockSymmetricProducts(algorithm.num_blocks, workspace)
-    return FullProducts()
-
-
-def _refuse_non_finite(stacks: Sequence[Stack]) -> None:
-    flags = [largest_entry(stack.x.float()).isfinite().flatten() for stack in stacks]
-    bad = torch.cat(flags).logical_not_().nonzero().flatten().tolist()  # read by the host
-    if bad:
-        raise GradientError(
-            f"matrices {bad[:8]} of {sum(flag.numel() for flag in flags)}: NaN or infinite entry "
-            "(non_finite=error); nothing was written\n"
-            "  fix: look at where these gradients come from, or use non_finite=skip"
-        )
 
 
 @torch.no_grad()

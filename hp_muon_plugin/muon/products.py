@@ -9,12 +9,14 @@ The products of small matrices are returned as operations on fixed buffers, so t
 again without building anything.
 """
 
+import importlib.util
 from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 
+from hp_muon_plugin.muon.algorithm import Algorithm
 from hp_muon_plugin.muon.workspace import Workspace
 
 _SQUARES_FROM = 16  # block rows; measured, fewer are as fast in one product each
@@ -180,3 +182,22 @@ def _squares(bounds: list[int]) -> Iterator[tuple[slice, slice]]:
     yield slice(bounds[middle], bounds[-1]), slice(bounds[0], bounds[middle])
     yield from _squares(bounds[: middle + 1])
     yield from _squares(bounds[middle:])
+
+
+def products_of(algorithm: Algorithm, workspace: Workspace) -> Products:
+    """How an algorithm computes its products.
+
+    Args:
+        algorithm: The algorithm. Without Triton its kernel is replaced by full products.
+        workspace: Where scratch comes from.
+
+    Returns:
+        The products.
+    """
+    if algorithm.has_kernel and importlib.util.find_spec("triton") is not None:
+        from hp_muon_plugin.muon.triton_products import TritonProducts
+
+        return TritonProducts()
+    if algorithm.num_blocks > 1:
+        return BlockSymmetricProducts(algorithm.num_blocks, workspace)
+    return FullProducts()

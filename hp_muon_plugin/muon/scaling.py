@@ -6,8 +6,11 @@ depend on the size of the matrix, nothing of the result.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
+
+from hp_muon_plugin.errors import GradientError
 
 # Squared norms outside this range mean that squares of entries may have lost bits.
 _SMALLEST_TRACE = 1e-24
@@ -80,3 +83,22 @@ def scaled_half(x: torch.Tensor, out: torch.Tensor) -> None:
     halvings = math.ceil(math.log2(max(x.shape[1:])) / 2)
     # two divisions: the second keeps the product of the divisors inside float32
     out.copy_(torch.div(x, power.clamp(min=_SMALLEST_POWER)).mul_(2.0**-halvings))
+
+
+def refuse_non_finite(xs: Sequence[torch.Tensor]) -> None:
+    """Refuse matrices with a NaN or infinite entry. The host waits for the device.
+
+    Args:
+        xs: Each ``(B_i, M_i, N_i)``.
+
+    Raises:
+        GradientError: If there is one, with its number among all matrices.
+    """
+    flags = [largest_entry(x.float()).isfinite().flatten() for x in xs]
+    bad = torch.cat(flags).logical_not_().nonzero().flatten().tolist()  # read by the host
+    if bad:
+        raise GradientError(
+            f"matrices {bad[:8]} of {sum(flag.numel() for flag in flags)}: NaN or infinite entry "
+            "(non_finite=error); nothing was written\n"
+            "  fix: look at where these gradients come from, or use non_finite=skip"
+        )
