@@ -102,6 +102,8 @@ def measure(
         floor=1e3 * rates.floor_s(least_flops(case), least_bytes(case)),
         right_ratio=min(right) if right else None,
         ratios=ratios,
+        wall={name: 1e3 * times[name].median("wall") for name in times} if clock == "cpu" else {},
+        wall_ratios={name: paired_ratio(times[name], times[OURS], "wall") for name in ratios} if clock == "cpu" else {},
         errors=errors,
         notes=_notes(contest, times[OURS], clock),
     )

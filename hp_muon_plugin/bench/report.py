@@ -23,6 +23,8 @@ class Row:
         floor: Least time that the machine's measured rates allow for this result, milliseconds.
         right_ratio: As ``ratio``, over the peers whose result is as accurate as ours; None if there are none.
         ratios: Of every peer.
+        wall: Wall-clock medians of everyone where ``clock`` is another one, milliseconds; ours as ``ours``.
+        wall_ratios: As ``ratios``, by wall clock.
         errors: Relative error of everyone's result, ours as ``ours``.
         notes: More figures, by name.
     """
@@ -36,6 +38,8 @@ class Row:
     floor: float
     right_ratio: float | None = None
     ratios: dict[str, float] = field(default_factory=dict)
+    wall: dict[str, float] = field(default_factory=dict)
+    wall_ratios: dict[str, float] = field(default_factory=dict)
     errors: dict[str, float] = field(default_factory=dict)
     notes: dict[str, Any] = field(default_factory=dict)
 
@@ -92,6 +96,7 @@ def markdown(title: str, rows: Sequence[Row], machine: dict[str, Any], *, about:
             right = "" if row.right_ratio is None else f"{row.right_ratio:.2f}"
             cells = [row.case, _ms(row.ours), *times, f"{row.ratio:.2f}", right, _ms(row.floor)]
             lines.append("| " + " | ".join([*cells, f"{row.ours / row.floor:.2f}"]) + " |")
+        lines += _wall_lines(chosen, peers)
     errors = {row.case: row.errors for row in rows if row.errors}
     if errors:
         names = list(dict.fromkeys(name for found in errors.values() for name in found))
@@ -107,6 +112,19 @@ def markdown(title: str, rows: Sequence[Row], machine: dict[str, Any], *, about:
             told = "; ".join(f"{key}: {value}" for key, value in row.notes.items())
             lines.append(f"- {row.case}: {told}")
     return "\n".join(lines) + "\n"
+
+
+def _wall_lines(rows: Sequence[Row], peers: Sequence[str]) -> list[str]:
+    timed = [row for row in rows if row.wall]
+    if not timed:
+        return []
+    threads = timed[0].threads
+    lines = ["", f"## wall time, {threads} thread{'s' * (threads > 1)}, milliseconds", ""]
+    lines += ["| " + " | ".join(["case", "ours", *peers]) + " |", "|---|" + "---:|" * (len(peers) + 1)]
+    for row in timed:
+        cells = [f"{_ms(row.wall[peer])} ({row.wall_ratios[peer]:.2f}x)" if peer in row.wall else "" for peer in peers]
+        lines.append("| " + " | ".join([row.case, _ms(row.wall["ours"]), *cells]) + " |")
+    return lines
 
 
 def _peer_cell(row: Row, peer: str) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 
@@ -62,38 +63,64 @@ def prepare(
     small = SmallMatrices(sum(counts), max(sides), products, workspace, dtype, longest_run=longest_run)
     clear = (Operation(small.gram.zero_),) if min(sides) < max(sides) else ()
 
-    def pieces(whole: torch.Tensor) -> list[torch.Tensor]:
-        return [piece[:, :side, :side] for piece, side in zip(whole.split(counts), sides, strict=True)]
-
-    gram = pieces(small.gram)
+    gram = _pieces(small.gram, shapes)
     programs = [small.run_program(run, is_first=index == 0) for index, run in enumerate(runs)]
+    groups = _groups(shapes)  # from the second run on, stacks of one shape are one
     carried = [
-        [workspace.take(f"carry{index % 2}.{position}", tuple(shape), dtype) for position, shape in enumerate(shapes)]
+        [workspace.take(f"carry{index % 2}.{position}", group, dtype) for position, group in enumerate(groups)]
         for index in range(len(runs) - 1)
     ]
     rest: list[Operation] = []
     for index, program in enumerate(programs[1:]):
         rest += clear
-        for x, piece in zip(carried[index], gram, strict=True):
+        for x, piece in zip(carried[index], _pieces(small.gram, groups), strict=True):
             rest += products.gram(x, piece)
         rest += program.operations
         if index + 1 < len(carried):
             rest += [
                 applied(x, q, out, identity=program.identity)
-                for x, q, out in zip(carried[index], pieces(program.q), carried[index + 1], strict=True)
+                for x, q, out in zip(carried[index], _pieces(program.q, groups), carried[index + 1], strict=True)
             ]
     return Prepared(
         clear,
         gram,
         small.normalizer,
         programs[0].operations,
-        pieces(programs[0].q),
-        carried[0] if carried else [],
+        _pieces(programs[0].q, shapes),
+        _parts(carried[0], shapes) if carried else [],
         tuple(rest),
-        carried[-1] if carried else [],
-        pieces(programs[-1].q),
+        _parts(carried[-1], shapes) if carried else [],
+        _pieces(programs[-1].q, shapes),
         programs[-1],
     )
+
+
+_Shape = tuple[int, int, int]
+
+
+def _groups(shapes: Sequence[torch.Size]) -> list[_Shape]:
+    """Neighbouring stacks of the same matrices, as one shape."""
+    runs = [(shape, sum(other[0] for other in run)) for shape, run in groupby(shapes, key=lambda shape: shape[1:])]
+    return [(count, shape[0], shape[1]) for shape, count in runs]
+
+
+def _pieces(whole: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """The small matrices of each stack."""
+    parts = whole.split([shape[0] for shape in shapes])
+    return [part[:, : min(shape[1:]), : min(shape[1:])] for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _parts(groups: Sequence[torch.Tensor], shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
+    """Each stack's part of the groups."""
+    left = iter(shapes)
+    parts = []
+    for group in groups:
+        start = 0
+        while start < group.shape[0]:
+            count = next(left)[0]
+            parts.append(group[start : start + count])
+            start += count
+    return parts
 
 
 def applied(x: torch.Tensor, q: torch.Tensor, out: torch.Tensor, *, identity: float) -> Operation:

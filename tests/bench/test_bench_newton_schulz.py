@@ -37,6 +37,8 @@ def test_rows_hold_ours_every_peer_the_ratio_and_the_floor(tmp_path: Path, capsy
         assert row["threads"] == 1
         assert row["clock"] == "cpu"
         assert {"torch.optim.Muon (bf16)", "loop (fp32)", "stacked (bf16)"} <= set(row["peers"])
+        assert set(row["wall"]) == {"ours", *row["peers"]}
+        assert set(row["wall_ratios"]) == set(row["peers"])
         assert row["ratio"] == min(row["ratios"].values())
         assert row["right_ratio"] >= row["ratio"]
         assert 0 < row["floor"] < row["ours"]
