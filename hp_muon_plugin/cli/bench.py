@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 _ABOUT = (
     "Every round runs ours and every peer once, in one process; times are medians over the rounds, ratios are "
-    "medians of the ratios within a round. CPU time hardly depends on other load, but counts all threads, also while they wait for each other.",
+    "medians of the ratios within a round. CPU time hardly depends on other load, but counts all threads, also while "
+    "they wait for each other.",
     "The floor is the longer of two times: for `3 m^2 n` operations (one symmetric product and one application, "
     "which no polynomial iteration avoids) at the measured float32 matmul rate, and for reading the input and "
     "writing the result once at the measured copy rate. A peer is as accurate as ours with up to 10 times our "
