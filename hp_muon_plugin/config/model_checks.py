@@ -27,6 +27,14 @@ def model_errors(model: Model, topology: Topology) -> Iterator[ConfigError]:
                 f"choose a multiple of {divisor} for {option}, or a divisor of {value} for {divisor_option}",
             )
     yield from _rotary_errors(model)
+    if model.mla is not None and topology.tp > 1:
+        yield ConfigError(
+            "topology.tp",
+            topology.tp,
+            "megatron-core's latent attention without Transformer Engine gives the rotary key only a share of its "
+            "gradient when it is split",
+            "set topology.tp=1 for models with model.mla",
+        )
     if model.moe is None:
         yield from _dense_errors(model, topology)
     else:

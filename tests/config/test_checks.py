@@ -179,3 +179,10 @@ def test_defaults_have_one_source() -> None:
     text = (Path(__file__).parents[2] / "conf" / "optimizer" / "hp_muon.yaml").read_text()
     values = [line for line in text.splitlines() if line and not line.startswith(("#", "defaults:", "  - "))]
     assert values == []
+
+
+def test_latent_attention_is_not_split_over_tensor_parallel_ranks() -> None:
+    """The dry run planned it, and every rank refused it when the model was built."""
+    assert errors_of(changed(model__mla=MLA())) == []
+    (error,) = errors_of(changed(model__mla=MLA(), **TP2))
+    assert "topology.tp=2" in str(error)

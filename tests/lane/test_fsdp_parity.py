@@ -94,6 +94,7 @@ def test_muon_over_shards_equals_the_float64_reference(case: tuple[str, int, Top
     check(*case, optimizer="hp_muon")
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     "case",
     [
@@ -110,6 +111,7 @@ def test_adamw_over_shards_equals_the_float64_reference(case: tuple[str, int, To
         assert sum(got["held"] for got in results) == sum(w.numel() for w in results[0]["weights"].values())
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("accumulated", [False, True], ids=["whole", "sharded"])
 def test_micro_batches_add_up_over_replicas(accumulated: bool) -> None:
     dp = HpFsdp(replicas=2, outer=OuterMode.shard, shard_accumulated=accumulated)
