@@ -27,7 +27,7 @@ def plan_text(config: Train, world_size: int) -> str:
     dp = data_parallel_size(topology, world_size)
     edp = world_size // (topology.ep * topology.etp * topology.pp)
     micro = run.global_batch_size // (run.micro_batch_size * dp)
-    options = config.optimizer if isinstance(config.optimizer, HpMuon) else HpMuon()
+    options = _muon_options(config)
     vocab = vocabulary_size(config.data)
     padded = padded_vocab_size(vocab, config.model, topology)
     specs = gpt_specs(config.model, topology, padded, options)
@@ -62,9 +62,14 @@ def warnings_text(config: Train, world_size: int) -> list[str]:
     """
     if not isinstance(config.dp, HpFsdp):
         return []
-    options = config.optimizer if isinstance(config.optimizer, HpMuon) else HpMuon()
     padded = padded_vocab_size(vocabulary_size(config.data), config.model, config.topology)
-    return crossing_lines(config, gpt_specs(config.model, config.topology, padded, options), world_size)
+    specs = gpt_specs(config.model, config.topology, padded, _muon_options(config))
+    return crossing_lines(config, specs, world_size)
+
+
+def _muon_options(config: Train) -> HpMuon:
+    """What decides how fused weights are read; the defaults under another optimizer."""
+    return config.optimizer if isinstance(config.optimizer, HpMuon) else HpMuon()
 
 
 def _muon_lines(config: Train, specs: list[ParamSpec], options: HpMuon, world_size: int) -> list[str]:

@@ -23,9 +23,7 @@ def shard_lines(config: Train, specs: list[ParamSpec], world_size: int) -> list[
     Returns:
         Lines.
     """
-    plans = [plan_shards(config, specs, world_size, stage=stage) for stage in range(config.topology.pp)]
-    busiest = max(range(len(plans)), key=lambda stage: plans[stage].shard_traffic())
-    plan = plans[busiest]
+    busiest, plan = _busiest(config, specs, world_size)
     lines = [f"shards     of a rank of pipeline stage {busiest}: {_total(plan)}"]
     lines += [f"  {text}" for text in _unit_lines(plan)]
     weights, grads = plan.shard_traffic()
@@ -36,6 +34,12 @@ def shard_lines(config: Train, specs: list[ParamSpec], world_size: int) -> list[
     lines.append(f"  gathered weights take {_mib(plan.peak_gathered_bytes)} at most")
     lines += [f"  warning: {error}" for error in crossing_errors(config, plan, world_size, os.environ)]
     return lines
+
+
+def _busiest(config: Train, specs: list[ParamSpec], world_size: int) -> tuple[int, ShardPlan]:
+    """The pipeline stage that gathers most, and its plan."""
+    plans = [plan_shards(config, specs, world_size, stage=stage) for stage in range(config.topology.pp)]
+    return max(enumerate(plans), key=lambda numbered: numbered[1].shard_traffic())
 
 
 def crossing_lines(config: Train, specs: list[ParamSpec], world_size: int) -> list[str]:
@@ -49,7 +53,7 @@ def crossing_lines(config: Train, specs: list[ParamSpec], world_size: int) -> li
     Returns:
         One line for each kind of shard group that does.
     """
-    plan = plan_shards(config, specs, world_size, stage=0)
+    _, plan = _busiest(config, specs, world_size)
     return [str(error) for error in crossing_errors(config, plan, world_size, os.environ)]
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from hp_muon_plugin.fsdp.mesh import ShardMesh
 from hp_muon_plugin.fsdp.packing import Packing, Unpacking
 from hp_muon_plugin.fsdp.parameter import Parameter
-from hp_muon_plugin.layout.bucket import BucketLayout, Placement
+from hp_muon_plugin.layout.bucket import BucketLayout
 from hp_muon_plugin.layout.per_param import PerParamLayout
 from hp_muon_plugin.platform.collectives import AxisGroup
 from hp_muon_plugin.platform.wire import Handle, Wire
@@ -64,11 +64,11 @@ class Bucket:
         self.compute_dtype = param_dtype if param_dtype is not None and first.is_floating_point() else first.dtype
         self.reduce_dtype = reduce_dtype or self.compute_dtype
         self.divisor = float(mesh.size if divisor is None else divisor)
-        self.master = torch.zeros(layout.shard_numel, dtype=first.dtype, device=first.device)
+        self._take(first.dtype, first.device)
         by_name = {original.name: original for original in originals}
-        self.parameters = [self._parameter(placement, by_name[placement.name]) for placement in layout.placements]
-        is_cast = self.compute_dtype is not first.dtype
-        self.compute = torch.empty_like(self.master, dtype=self.compute_dtype) if is_cast else self.master
+        self.parameters = [
+            self._parameter(index, by_name[placement.name]) for index, placement in enumerate(layout.placements)
+        ]
         self.grad: torch.Tensor | None = None
         self._packing = Packing(layout) if isinstance(layout, PerParamLayout) else None
         self._grad_views: list[torch.Tensor] = []
@@ -83,12 +83,19 @@ class Bucket:
         """Whether autograd can write gradients into the buffer that is reduced."""
         return self.reduce_dtype is self.compute_dtype
 
-    def _parameter(self, placement: Placement, original: Original) -> Parameter:
+    def _take(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Take memory for the shard, zeroed, and for its compute copy if that is of another type."""
+        self.master = torch.zeros(self.layout.shard_numel, dtype=dtype, device=device)
+        is_cast = self.compute_dtype is not dtype
+        self.compute = torch.empty_like(self.master, dtype=self.compute_dtype) if is_cast else self.master
+
+    def _parameter(self, index: int, original: Original) -> Parameter:
+        placement = self.layout.placements[index]
         parameter = Parameter(
             original.name, original.parameter, original.places, placement, compute_dtype=self.compute_dtype
         )
-        start, stop = self.layout.span(placement.name, self.shard_axis.index)
-        place = self.layout.place_in_shard(placement.name, self.shard_axis.index)
+        start, stop = self.layout.span(index, self.shard_axis.index)
+        place = self.layout.place_in_shard(index, self.shard_axis.index)
         flat = self.master[place : place + stop - start]
         if not original.parameter.is_meta:
             with torch.no_grad():
@@ -102,9 +109,7 @@ class Bucket:
         Args:
             whole: ``(num_shards * shard_numel,)`` in the type of the shards; its device is the bucket's.
         """
-        self.master = torch.zeros(self.layout.shard_numel, dtype=whole.dtype, device=whole.device)
-        is_cast = self.compute_dtype is not self.master.dtype
-        self.compute = torch.empty_like(self.master, dtype=self.compute_dtype) if is_cast else self.master
+        self._take(whole.dtype, whole.device)
         for index, parameter in enumerate(self.parameters):
             info, original = parameter.sharded.hp_shard, parameter.sharded  # type: ignore[attr-defined]
             parameter.full = nn.Parameter(

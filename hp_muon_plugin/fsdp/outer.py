@@ -12,7 +12,6 @@ import torch
 
 from hp_muon_plugin.config.choices import OuterMode
 from hp_muon_plugin.fsdp.bucket import Bucket
-from hp_muon_plugin.layout.bucket import Placement
 from hp_muon_plugin.platform.collectives import AxisGroup
 from hp_muon_plugin.platform.wire import Handle, Wire, wait_for
 
@@ -131,7 +130,7 @@ class Group:
         """
         place, size, total = 0, self.axis.size, max(1, self.grad.numel())
         for bucket in self.buckets:
-            centers = [place + _center(bucket, placement) for placement in bucket.layout.placements]
+            centers = [place + _center(bucket, index) for index in range(len(bucket.parameters))]
             self._owners[id(bucket)] = [(min(size - 1, center * size // total) + turn) % size for center in centers]
             place += bucket.layout.shard_numel
         self.segments = list(self._segments())
@@ -237,12 +236,12 @@ class Group:
             bucket.adopt(self.owners(bucket) or [])
 
 
-def _center(bucket: Bucket, placement: Placement) -> int:
+def _center(bucket: Bucket, index: int) -> int:
     """The middle of a parameter in the shard that holds most of it."""
-    spans = [bucket.layout.span(placement.name, shard) for shard in range(bucket.shard_axis.size)]
+    spans = [bucket.layout.span(index, shard) for shard in range(bucket.shard_axis.size)]
     shard = max(range(len(spans)), key=lambda shard: spans[shard][1] - spans[shard][0])
     start, stop = spans[shard]
-    return placement.offset + (start + stop) // 2 - shard * bucket.layout.shard_numel
+    return bucket.layout.place_in_shard(index, shard) + (stop - start) // 2
 
 
 def make_groups(buckets: Sequence[Bucket], mode: OuterMode, least_bytes: int | None) -> list[Group]:

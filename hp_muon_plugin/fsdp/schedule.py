@@ -125,7 +125,7 @@ class Schedule:
         if unit is self.root:
             self._order = self._seen + [other for other in self.units if other not in self._seen]
             if not has_grad:
-                self._reshard_all()
+                self.reshard()
 
     def _check_running(self, unit: Unit) -> None:
         if torch._C._current_graph_task_id() == -1:
@@ -136,7 +136,7 @@ class Schedule:
 
     def _begin_forward(self) -> None:
         self._seen = []
-        self._reshard_all()  # what an earlier pass left gathered may be out of date
+        self.reshard()  # what an earlier pass left gathered may be out of date
         for group in self.reducer.groups:
             group.wait_weights()
         for unit in self.units:
@@ -151,7 +151,8 @@ class Schedule:
         shared = [other for other in self._order if other.is_leaf and other.reshards and other is not self.root]
         return unit in shared[-(self._options.prefetch + 1) :]
 
-    def _reshard_all(self) -> None:
+    def reshard(self) -> None:
+        """Register the shards of all units, whatever the last pass left gathered."""
         for unit in self.units:
             if unit.state is not State.sharded:
                 unit.reshard()
@@ -239,7 +240,7 @@ class Schedule:
         self.reducer.end()
         if self.reducer.syncs and self.reducer.all_reduces and not self._is_watched:
             self._mark_stale()
-        self._reshard_all()
+        self.reshard()
         self.in_backward = False
         for unit in self.units:
             unit.is_in_use = unit.is_entered = unit.is_reduced = False
@@ -250,13 +251,9 @@ class Schedule:
 
     # Outside of a step
 
-    def reshard(self) -> None:
-        """Register the shards of all units, whatever the last pass left gathered."""
-        self._reshard_all()
-
     def settle_weights(self) -> None:
         """Reshard, and bring every shard up to date with its owner's. All ranks must call it."""
-        self._reshard_all()
+        self.reshard()
         for group in self.reducer.groups:
             group.send_weights(self._wire)
             group.wait_weights()

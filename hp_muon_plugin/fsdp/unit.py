@@ -1,6 +1,5 @@
 """A unit: the parameters of a module that are gathered, resharded and reduced together."""
 
-from collections.abc import Sequence
 from enum import Enum, auto
 
 import torch
@@ -66,7 +65,7 @@ class Unit:
         self.grads_slot: Slot | None = None
         self.grads: list[torch.Tensor] | None = None
         self.pending: list[Handle] = []
-        self._flats: list[torch.Tensor] = []
+        self._sharded: list[tuple[Bucket, torch.Tensor]] = []  # with the buffer that each is gathered into
         self._gathers: list[Handle] = []
         self._near, self._kept, self.has_kept = near, list[torch.Tensor](), False
         self.trainable = [bucket for bucket in buckets if bucket.is_trainable]
@@ -98,8 +97,9 @@ class Unit:
         """
         self.weights_slot = slot
         cut = iter(slot.cut(self._weight_pieces))
-        self._flats = [next(cut) if bucket.is_sharded else bucket.compute for bucket in self.buckets]
-        for bucket, flat in zip(self.buckets, self._flats, strict=True):
+        self._sharded = [(bucket, next(cut)) for bucket in self.buckets if bucket.is_sharded]
+        alone = [(bucket, bucket.compute) for bucket in self.buckets if not bucket.is_sharded]
+        for bucket, flat in [*self._sharded, *alone]:
             for parameter in bucket.parameters:
                 parameter.bind(flat)
 
@@ -107,20 +107,18 @@ class Unit:
         """Begin to gather, if sharded."""
         if self.state is not State.sharded:
             return
-        sharded = [(bucket, flat) for bucket, flat in zip(self.buckets, self._flats, strict=True) if bucket.is_sharded]
         if self.has_kept:
-            pairs = zip(sharded, self._kept, strict=True)
+            pairs = zip(self._sharded, self._kept, strict=True)
             self._gathers = [bucket.gather_near(flat, kept, self._near) for (bucket, flat), kept in pairs]
         else:
-            self._gathers = [bucket.gather(flat) for bucket, flat in sharded]
+            self._gathers = [bucket.gather(flat) for bucket, flat in self._sharded]
         self.state = State.gathering
 
     def keep(self) -> None:
         """Keep this rank's part of the gathered weights for backward, before they are given up."""
-        sharded = [flat for bucket, flat in zip(self.buckets, self._flats, strict=True) if bucket.is_sharded]
-        if self._near is None or not sharded:
+        if self._near is None or not self._sharded:
             return
-        parts = [flat.view(self._near.size, -1)[self._near.index] for flat in sharded]
+        parts = [flat.view(self._near.size, -1)[self._near.index] for _, flat in self._sharded]
         if not self._kept:
             self._kept = [torch.empty_like(part) for part in parts]
         for kept, part in zip(self._kept, parts, strict=True):
@@ -205,15 +203,3 @@ class Unit:
 def _view(flat: torch.Tensor, parameter: Parameter) -> torch.Tensor:
     start = parameter.placement.offset
     return flat[start : start + parameter.placement.numel].view(parameter.shape)
-
-
-def owned_shards(units: Sequence[Unit]) -> list[nn.Parameter]:
-    """All shards, in the order of the units.
-
-    Args:
-        units: Units.
-
-    Returns:
-        The shards.
-    """
-    return [parameter.sharded for unit in units for bucket in unit.buckets for parameter in bucket.parameters]

@@ -205,7 +205,7 @@ def _near(launch: Launch, number: int) -> tuple[float, float, dict[str, Any]]:
 def test_backward_gathers_from_the_neighbours() -> None:
     for first, second, calls in run_ranks(4, _near, 2):
         assert first == second
-        assert calls["mesh_dim_0 by 2" if "mesh_dim_0 by 2" in calls else "dp_shard by 2"] == 3
+        assert calls["dp_shard by 2"] == 3
 
 
 def _meta(launch: Launch) -> None:
