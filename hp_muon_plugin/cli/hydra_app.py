@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from collections.abc import Callable
 from importlib import metadata
 from typing import Any
@@ -11,6 +12,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from hp_muon_plugin.cli.explain import explain
+from hp_muon_plugin.cli.interrupts import raise_if_interrupted
 from hp_muon_plugin.config.store import register_schemas
 from hp_muon_plugin.errors import HpMuonError
 from hp_muon_plugin.megatron.versions import parse_version
@@ -38,6 +40,10 @@ _TAKE_A_VALUE = frozenset(
 )
 
 
+_SILENT_RANK_WAITS_S = 20.0
+"""The launcher ends a waiting rank as soon as rank 0 has failed; only without one is the time used up."""
+
+
 class _Through(BaseException):
     """Ends a sweep. After an ``Exception`` Hydra says so in its own words and goes on with the next job.
 
@@ -62,13 +68,15 @@ class _Job:
         self._task = task
 
     def __call__(self, config: DictConfig) -> None:
+        raise_if_interrupted()
         try:
             self.codes.append(self._task(config))
-        except HpMuonError as error:
+        except Exception as error:
+            raise_if_interrupted()  # it may be what a library made of the interruption
+            if not isinstance(error, HpMuonError):
+                raise _Through(error) from error
             complain(str(error))
             self.codes.append(USAGE_EXIT if is_mistake(error) else FAILURE_EXIT)
-        except Exception as error:
-            raise _Through(error) from error
         if self.codes[-1] == INTERRUPTED_EXIT:
             raise _Through
 
@@ -96,6 +104,7 @@ def run_hydra(task: Callable[[DictConfig], int], config_name: str, overrides: li
             raise through.error from None
         return INTERRUPTED_EXIT
     except Exception as error:
+        raise_if_interrupted()
         if before[1] == "1":
             raise  # the user asked for Hydra's traceback
         complain(_composition_message(error, overrides))
@@ -126,13 +135,18 @@ def flags_first(arguments: list[str]) -> list[str]:
 
 
 def complain(message: str) -> None:
-    """Print an error, once for the job: under torchrun only rank 0 speaks.
+    """Print an error that all ranks find alike, once for the job: under torchrun only rank 0 speaks.
+
+    The other ranks wait for it. The launcher ends all ranks when the first one fails, and that must not be one that
+    says nothing while rank 0 has not got so far.
 
     Args:
         message: The message.
     """
     if speaks():
         say(message)
+    else:
+        time.sleep(_SILENT_RANK_WAITS_S)
 
 
 def say(message: str) -> None:

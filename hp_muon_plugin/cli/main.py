@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 import hp_muon_plugin
+from hp_muon_plugin.cli.interrupts import remembered
 
 _USAGE = """usage: hp-muon COMMAND ...
 
@@ -29,8 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments: Command-line arguments; None takes those of the process.
     """
     try:
-        code = _run(list(sys.argv[1:] if arguments is None else arguments))
-        sys.stdout.flush()
+        with remembered():
+            code = _run(list(sys.argv[1:] if arguments is None else arguments))
+            sys.stdout.flush()
     except KeyboardInterrupt:
         print("hp-muon: interrupted", file=sys.stderr)
         code = _INTERRUPTED_EXIT

@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -62,12 +63,36 @@ def test_ctrl_c_on_a_terminal_leaves_a_cursor_and_a_line_for_the_message(tmp_pat
 @pytest.mark.parametrize("seconds", [0.15, 0.3, 0.5, 0.8, 1.5])
 def test_ctrl_c_at_the_very_start_is_one_line(seconds: float, tmp_path: Path) -> None:
     code, stderr = interrupted_after(seconds, *TINY, "run.steps=100000", folder=tmp_path)
-    if "hp_muon_plugin" not in stderr and code == -signal.SIGINT:
-        pytest.skip("Python itself had not started yet")
+    if code == -signal.SIGINT and ", in main" not in stderr:
+        pytest.skip("Python had not come to our main() yet")
     assert code == 130, stderr
     lines = [line for line in stderr.splitlines() if not line.startswith("W")]
     assert len(lines) == 1, stderr
     assert re.fullmatch(r"hp-muon: interrupted(; every rank has ended before the first step was done)?", lines[0])
+
+
+@pytest.mark.parametrize("made_of_it", ["raise ValueError('NoneType')", "return 3"])
+def test_ctrl_c_that_a_library_turns_into_an_error_or_drops_is_ctrl_c(made_of_it: str, tmp_path: Path) -> None:
+    """Pressed while Hydra composed, it was reported as a mistake in the configuration."""
+    script = f"""
+import os, signal
+from omegaconf import OmegaConf
+from hp_muon_plugin.cli.main import main
+
+def steps():
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    except KeyboardInterrupt:
+        {made_of_it}
+
+OmegaConf.register_new_resolver("steps", steps)
+main(["train", "model.moe.num_experts=2", "run.steps=${{steps:}}"])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False
+    )
+    assert done.returncode == 130, done.stderr
+    assert done.stderr == "hp-muon: interrupted\n"
 
 
 @pytest.mark.slow  # starts two real ranks

@@ -37,6 +37,22 @@ def test_torchrun_works_and_one_rank_reports_a_mistake(tmp_path: Path) -> None:
     assert "exitcode: 2" in wrong.stderr.replace("exitcode  : 2", "exitcode: 2")
 
 
+@pytest.mark.slow  # waits for some seconds
+def test_a_silent_rank_waits_for_the_one_that_reports(tmp_path: Path) -> None:
+    """A launcher ends all ranks when the first one fails; that was one that says nothing."""
+    variables = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    command = [*CLI, "train", *TINY[:-1], "topology.tp=3"]
+    silent = subprocess.Popen(command, env={**os.environ, **variables}, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    speaking = subprocess.run(
+        command, env={**os.environ, **variables, "RANK": "0"}, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert speaking.returncode == 2
+    assert "hp-muon: topology.tp=3" in speaking.stderr
+    assert silent.poll() is None
+    silent.terminate()
+    assert silent.communicate(timeout=20)[1] == ""
+
+
 @pytest.mark.slow  # starts two real ranks
 def test_a_bar_is_shown_on_a_terminal(tmp_path: Path) -> None:
     import pty
