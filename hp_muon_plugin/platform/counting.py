@@ -1,6 +1,7 @@
 """A wire that counts: collectives and bytes, by kind and axis."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 
@@ -16,6 +17,7 @@ class Traffic:
         num_collectives: Calls that reached the network.
         num_bytes: Sum of the whole buffers, ``size * n`` elements for all-gather and reduce-scatter.
             What leaves a rank follows from it: ``(size - 1) / size`` of it, twice that for all-reduce.
+            Of an all-to-all, what this rank sends to the others.
     """
 
     num_collectives: int = 0
@@ -82,9 +84,20 @@ class CountingWire:
         self._count(Collective.BROADCAST, tensor, axis)
         return self._wire.broadcast(tensor, owner_index, axis)
 
+    def all_to_all(
+        self, output: torch.Tensor, source: torch.Tensor, received: Sequence[int], sent: Sequence[int], axis: AxisGroup
+    ) -> Handle:
+        """See :meth:`Wire.all_to_all`. A call counts also where this rank sends nothing: others may."""
+        if axis.group is not None:
+            elsewhere = (source.numel() - sent[axis.index]) * source.element_size()
+            self._add(Collective.ALL_TO_ALL, axis, elsewhere)
+        return self._wire.all_to_all(output, source, received, sent, axis)
+
     def _count(self, kind: Collective, whole: torch.Tensor, axis: AxisGroup) -> None:
         if axis.group is None or whole.numel() == 0:
             return
+        self._add(kind, axis, whole.numel() * whole.element_size())
+
+    def _add(self, kind: Collective, axis: AxisGroup, num_bytes: int) -> None:
         old = self.of(kind, axis.axis)
-        num_bytes = old.num_bytes + whole.numel() * whole.element_size()
-        self._traffic[kind, axis.axis] = Traffic(old.num_collectives + 1, num_bytes)
+        self._traffic[kind, axis.axis] = Traffic(old.num_collectives + 1, old.num_bytes + num_bytes)

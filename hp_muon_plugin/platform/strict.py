@@ -96,6 +96,32 @@ class StrictWire:
             reads_only=axis.index == owner_index,
         )
 
+    def all_to_all(
+        self, output: torch.Tensor, source: torch.Tensor, received: Sequence[int], sent: Sequence[int], axis: AxisGroup
+    ) -> Handle:
+        """See :meth:`Wire.all_to_all`. The ranks compare what they send each other before they do."""
+        call = Call(Collective.ALL_TO_ALL, axis, output, source)
+        if (sum(received), sum(sent)) != (output.numel(), source.numel()):
+            raise StrictError(Rule.LENGTH, f"{call.header()}: receives {list(received)}, sends {list(sent)}")
+        key = self._announce(call)
+        result, held = torch.empty_like(output), source.data.clone()
+
+        def start() -> Handle:
+            self._compare_lengths(key, received, sent, axis)
+            return self._wire.all_to_all(result, held, received, sent, axis)
+
+        return self._issue(_StrictHandle(self, call, key, start, written=[output], read=[source], result=result))
+
+    def _compare_lengths(self, key: str, received: Sequence[int], sent: Sequence[int], axis: AxisGroup) -> None:
+        if axis.group is None:
+            return
+        self._tell(f"{key}/sent", axis, ",".join(map(str, sent)))
+        _store().wait([f"{key}/sent/{index}" for index in range(axis.size)], self._patience)
+        theirs = [_store().get(f"{key}/sent/{index}").decode().split(",")[axis.index] for index in range(axis.size)]
+        if [int(count) for count in theirs] != list(received):
+            text = f"all_to_all on {axis.axis!r}: place {axis.index} expects {list(received)}, is sent {theirs}"
+            raise StrictError(Rule.AGREEMENT, text)
+
     def verify(self) -> None:
         """Compare over all ranks of the job: is every handle waited for, are first uses in one order?
 
@@ -143,7 +169,7 @@ class StrictWire:
             self._tell(key, call.axis, f"refused ({error})")
             raise
         self._tell(key, call.axis, call.header())
-        if call.output.numel() == 0:
+        if call.output.numel() == 0 and call.kind is not Collective.ALL_TO_ALL:
             return key
         if call.axis.size in UNSUPPORTED_SIZES and call.kind in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER):
             text = f"{call.kind} on {call.axis.axis!r}: torch_npu does not support {call.axis.size} ranks"

@@ -74,6 +74,8 @@ class Call:
         """What all ranks of the axis must agree on."""
         owner = "" if self.owner_index is None else f" owner {self.owner_index}"
         dtype = str(self.output.dtype).removeprefix("torch.")
+        if self.kind is Collective.ALL_TO_ALL:  # each rank's lengths are its own
+            return f"{self.kind} {dtype}"
         return f"{self.kind} {tuple(self.source.shape)} -> {tuple(self.output.shape)} {dtype}{owner}"
 
     def is_in_place_gather(self) -> bool:
@@ -126,6 +128,8 @@ def _is_flat(tensor: torch.Tensor) -> bool:
 
 
 def _lengths_fit(call: Call) -> bool:
+    if call.kind is Collective.ALL_TO_ALL:
+        return True
     whole, part = call.output.numel(), call.source.numel()
     if call.kind is Collective.REDUCE_SCATTER:
         whole, part = part, whole

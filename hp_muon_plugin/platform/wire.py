@@ -13,101 +13,19 @@ What is copied or summed here is written through ``.data``, so that autograd's v
 as they are, as with every collective of c10d.
 """
 
-from collections.abc import Callable
-from enum import StrEnum
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
 from hp_muon_plugin.platform.collectives import AxisGroup, all_gather_function, reduce_scatter_function
+from hp_muon_plugin.platform.protocol import Collective, Handle, Wire
 from hp_muon_plugin.platform.scratch import Scratch
+
+__all__ = ["C10dWire", "Collective", "Finished", "Handle", "Wire", "wait_for"]
 
 SUM_BLOCK = 1 << 17  # elements summed at a time: a block's partial sums stay in the cache
 _HALVES = (torch.bfloat16, torch.float16)
-
-
-class Collective(StrEnum):
-    """What a wire does."""
-
-    ALL_GATHER = "all_gather"
-    REDUCE_SCATTER = "reduce_scatter"
-    ALL_REDUCE = "all_reduce"
-    REDUCE = "reduce"
-    BROADCAST = "broadcast"
-
-
-class Handle(Protocol):
-    """A collective under way."""
-
-    def wait(self) -> None:
-        """Order what follows behind the collective: the host on CPU, the current stream elsewhere.
-
-        May be called again, and then does nothing.
-        """
-
-
-class Wire(Protocol):
-    """What the engine needs of a network. All ranks of an axis issue the same calls in the same order."""
-
-    def all_gather(self, output: torch.Tensor, source: torch.Tensor, axis: AxisGroup) -> Handle:
-        """Start to gather equally long buffers.
-
-        Args:
-            output: ``(size * n,)``, receives the buffers in axis order; every rank holds the result.
-            source: ``(n,)``; may be this rank's own slice of ``output``, and nothing else of it.
-            axis: Ranks that take part; all of them must call.
-
-        Returns:
-            The handle. Neither buffer may be touched before its ``wait()``.
-        """
-
-    def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor, axis: AxisGroup) -> Handle:
-        """Start to sum buffers and to leave each rank with its own slice.
-
-        Args:
-            output: ``(n,)``, receives the sum of all ranks' slices at this rank's place.
-            source: ``(size * n,)``; destroyed. Overlaps ``output`` nowhere.
-            axis: Ranks that take part; all of them must call.
-
-        Returns:
-            The handle. Neither buffer may be touched before its ``wait()``.
-        """
-
-    def all_reduce(self, tensor: torch.Tensor, axis: AxisGroup) -> Handle:
-        """Start to sum in place; every rank holds the result.
-
-        Args:
-            tensor: ``(n,)``.
-            axis: Ranks that take part; all of them must call.
-
-        Returns:
-            The handle. The buffer may not be touched before its ``wait()``.
-        """
-
-    def reduce(self, tensor: torch.Tensor, owner_index: int, axis: AxisGroup) -> Handle:
-        """Start to sum in place on one rank.
-
-        Args:
-            tensor: ``(n,)``; holds the sum on the owner, and nothing of use on the other ranks.
-            owner_index: The owner's place on the axis.
-            axis: Ranks that take part; all of them must call.
-
-        Returns:
-            The handle. The buffer may not be touched before its ``wait()``.
-        """
-
-    def broadcast(self, tensor: torch.Tensor, owner_index: int, axis: AxisGroup) -> Handle:
-        """Start to copy one rank's buffer to all of them.
-
-        Args:
-            tensor: ``(n,)``; sent by the owner, overwritten on the other ranks.
-            owner_index: The owner's place on the axis.
-            axis: Ranks that take part; all of them must call.
-
-        Returns:
-            The handle. The buffer may not be touched before its ``wait()``.
-        """
 
 
 class Finished:
@@ -182,6 +100,17 @@ class C10dWire:
         owner = dist.get_global_rank(axis.group, owner_index)
         # all of tensor arrives at each rank but the owner
         return _Pending([dist.broadcast(tensor, owner, axis.group, async_op=True)], (tensor,))
+
+    def all_to_all(
+        self, output: torch.Tensor, source: torch.Tensor, received: Sequence[int], sent: Sequence[int], axis: AxisGroup
+    ) -> Handle:
+        """See :meth:`Wire.all_to_all`."""
+        assert len(received) == len(sent) == axis.size, (received, sent, axis)
+        if axis.group is None:
+            return _copied(output, source)
+        # source leaves each rank, but for its own stretch
+        work = dist.all_to_all_single(output, source, list(received), list(sent), group=axis.group, async_op=True)
+        return _Pending([work], (output, source))
 
     def _exchange_and_sum(self, output: torch.Tensor, source: torch.Tensor, axis: AxisGroup) -> Handle:
         scratch = self._scratch.take(source.numel(), source.dtype)  # (size * n,)

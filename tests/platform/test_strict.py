@@ -47,11 +47,14 @@ def calls(tensor):
         Collective.ALL_REDUCE: lambda: wire.all_reduce(tensor, SINGLE),
         Collective.REDUCE: lambda: wire.reduce(tensor, 0, SINGLE),
         Collective.BROADCAST: lambda: wire.broadcast(tensor, 0, SINGLE),
+        Collective.ALL_TO_ALL: lambda: wire.all_to_all(
+            torch.empty_like(tensor), tensor, [tensor.numel()], [tensor.numel()], SINGLE
+        ),
     }
 
 
 REDUCTIONS = (Collective.REDUCE_SCATTER, Collective.ALL_REDUCE, Collective.REDUCE)
-COPIES = (Collective.ALL_GATHER, Collective.BROADCAST)
+COPIES = (Collective.ALL_GATHER, Collective.BROADCAST, Collective.ALL_TO_ALL)
 
 
 @pytest.mark.parametrize("kind", REDUCTIONS)
@@ -179,6 +182,9 @@ def run_correct_program(launch):
         shard, whole = torch.empty(3), torch.full((3 * axis.size,), 1.0 + axis.index)
         reduced, everywhere = torch.ones(2), torch.ones(2)
         sent = torch.full((2,), float(axis.index))
+        others = [int(index > 0) for index in range(axis.size)]  # one number to each rank but the first
+        lengths = [int(axis.index > 0)] * axis.size
+        received = torch.empty(sum(lengths))
         handles = [
             wire.all_gather(gathered, gathered[3 * axis.index :][:3], axis),
             wire.reduce_scatter(shard, whole, axis),
@@ -186,6 +192,7 @@ def run_correct_program(launch):
             wire.reduce(reduced, axis.size - 1, axis),
             wire.broadcast(sent, axis.size - 1, axis),
             wire.all_reduce(torch.empty(0), axis),
+            wire.all_to_all(received, torch.full((axis.size - 1,), 1.0 + axis.index), lengths, others, axis),
         ]
         for handle in reversed(handles) if launch.rank % 2 else handles:  # ranks wait in different orders
             handle.wait()
@@ -197,6 +204,7 @@ def run_correct_program(launch):
     assert (everywhere == axis.size).all()
     assert (reduced == axis.size).all() if is_owner else reduced.isnan().all()
     assert (sent == axis.size - 1).all()
+    assert received.tolist() == ([1.0 + index for index in range(axis.size)] if axis.index else [])
     return True
 
 
@@ -239,6 +247,18 @@ def run_disagreement(launch, case):
         handle.wait()
     dist.barrier()
     return caught.value.rule
+
+
+def run_lengths_that_differ(launch):
+    axis = axis_of(launch)
+    handle = strict().all_to_all(torch.empty(3), torch.ones(2), [1, 2], [1, 1], axis)
+    with pytest.raises(StrictError, match=r"expects \[1, 2\], is sent \['1', '1'\]"):
+        handle.wait()
+    return True
+
+
+def test_lengths_of_an_all_to_all_are_compared():
+    assert run_ranks(2, run_lengths_that_differ) == [True] * 2
 
 
 @pytest.mark.parametrize("case", ["length", "dtype", "owner", "kind", "empty"])
@@ -349,6 +369,7 @@ def test_sizes_without_support_warn(size, kind):
         Collective.ALL_REDUCE: lambda: wire.all_reduce(flat, axis),
         Collective.REDUCE: lambda: wire.reduce(flat, 0, axis),
         Collective.BROADCAST: lambda: wire.broadcast(flat, 0, axis),
+        Collective.ALL_TO_ALL: lambda: wire.all_to_all(torch.ones(2 * size), flat, [2] * size, [2] * size, axis),
     }[kind]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -367,6 +388,9 @@ def run_counts(launch):
     wire.all_reduce(torch.ones(0), axis).wait()
     wire.reduce(torch.ones(5), 0, axis).wait()
     wire.broadcast(torch.ones(6), 0, axis).wait()
+    wire.all_to_all(
+        torch.empty(4 * axis.size), torch.ones(4 * axis.size), [4] * axis.size, [4] * axis.size, axis
+    ).wait()
     counts = wire.counts()
     wire.reset()
     assert wire.counts() == {}
@@ -378,6 +402,7 @@ def test_counts_are_by_kind_and_axis():
         (Collective.ALL_GATHER, "shard"): Traffic(2, 2 * 8 * 4),
         (Collective.REDUCE_SCATTER, "shard"): Traffic(1, 8 * 4),
         (Collective.ALL_REDUCE, "shard"): Traffic(1, 3 * 2),
+        (Collective.ALL_TO_ALL, "shard"): Traffic(1, 4 * 4),
         (Collective.REDUCE, "shard"): Traffic(1, 5 * 4),
         (Collective.BROADCAST, "shard"): Traffic(1, 6 * 4),
     }

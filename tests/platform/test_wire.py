@@ -56,6 +56,20 @@ def check_all_gather(wire, axis, n, dtype):
     assert_same(output, expected)
 
 
+def check_all_to_all(wire, axis, n, dtype):
+    """Rank r sends ``n * (r + d)`` numbers to rank d: uneven, and none from rank 0 to itself."""
+    sent = [n * (axis.index + index) for index in range(axis.size)]
+    mine = whole_numbers(sum(sent), axis.index, dtype)
+    expected = []
+    for rank in range(axis.size):
+        lengths = [n * (rank + index) for index in range(axis.size)]
+        first = sum(lengths[: axis.index])
+        expected.append(whole_numbers(sum(lengths), rank, dtype)[first : first + lengths[axis.index]])
+    output = torch.empty(sum(sent), dtype=dtype)
+    wire.all_to_all(output, mine, sent, sent, axis).wait()
+    assert_same(output, torch.cat(expected))
+
+
 def check_all_gather_in_place(wire, axis, n, dtype):
     expected = torch.cat([whole_numbers(n, rank, dtype) for rank in range(axis.size)])
     output = torch.full((axis.size * n,), 99, dtype=dtype)
@@ -95,6 +109,7 @@ def check_broadcast(wire, axis, n, dtype):
 
 CHECKS = (
     check_all_gather,
+    check_all_to_all,
     check_all_gather_in_place,
     check_reduce_scatter,
     check_all_reduce,
