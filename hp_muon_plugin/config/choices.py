@@ -44,6 +44,16 @@ class TensorParallelMode(StrEnum):
     duplicated = "duplicated"
 
 
+class Strategy(StrEnum):
+    """How ranks that hold parts of a matrix orthogonalise it. Matrices that lie whole on a rank need none."""
+
+    auto = "auto"
+    allgather = "allgather"
+    allgather_dedup = "allgather_dedup"
+    alltoall = "alltoall"
+    gram = "gram"
+
+
 class ClipMode(StrEnum):
     """Which gradients the global-norm clipping scales; the norm is reported for all of them."""
 

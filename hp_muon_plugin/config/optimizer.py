@@ -9,6 +9,7 @@ from hp_muon_plugin.config.choices import (
     NonFinite,
     ScaleMode,
     Schedule,
+    Strategy,
     TensorParallelMode,
 )
 from hp_muon_plugin.config.ranges import number, numbers
@@ -67,6 +68,12 @@ class HpMuon:
     """Orthogonalise gate and up of a gated first MLP layer as separate matrices."""
     per_head: bool = False
     """Orthogonalise every attention head of a projection by itself."""
+    strategy: Strategy = Strategy.auto
+    """How ranks that hold parts of a matrix orthogonalise it; auto prices all strategies and takes the cheapest."""
+    comm_dtype: FloatDtype = FloatDtype.float32
+    """Type in which parts of matrices and updates are sent between ranks; Gram matrices are sent in float32."""
+    max_peers: int | None = number(None, least=1, example=64)
+    """Most ranks that one exchanges all-to-all messages with, where connections are scarce; null: no limit."""
     tp_mode: TensorParallelMode = TensorParallelMode.duplicated
     """How tensor-parallel matrices are made whole."""
     muon_params: list[str] = field(default_factory=list)

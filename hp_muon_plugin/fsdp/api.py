@@ -12,11 +12,13 @@ from hp_muon_plugin.errors import ConfigError
 from hp_muon_plugin.fsdp.bucket import Bucket, Original
 from hp_muon_plugin.fsdp.hooks import Hooks
 from hp_muon_plugin.fsdp.mesh import ShardMesh
+from hp_muon_plugin.fsdp.placed import placed_shards
 from hp_muon_plugin.fsdp.policy import MixedPrecision, ScheduleOptions, UnitOptions
 from hp_muon_plugin.fsdp.schedule import Schedule
 from hp_muon_plugin.fsdp.unit import Unit
 from hp_muon_plugin.layout.bucket import Piece
 from hp_muon_plugin.layout.per_param import plan_layouts
+from hp_muon_plugin.muon.distributed.shards import SHARDS
 from hp_muon_plugin.platform.collectives import AxisGroup
 from hp_muon_plugin.platform.wire import C10dWire, Wire
 
@@ -126,6 +128,7 @@ def hp_fully_shard(
         for parameter in bucket.parameters:
             parameter.register(parameter.sharded)
     schedule_options = ScheduleOptions(prefetch, outer_bucket_bytes)
+    setattr(module, SHARDS, lambda: placed_shards(schedule_of(module)))
     setattr(module, _MAKE_SCHEDULE, lambda: _new_schedule(unit, schedule_options, OuterMode(outer), wire))
     Hooks(unit, schedule_of)
     return module

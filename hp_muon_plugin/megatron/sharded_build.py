@@ -13,15 +13,18 @@ from hp_muon_plugin.config.optimizer import AdamW, HpMuon, ScalarAdamW
 from hp_muon_plugin.errors import ConfigError
 from hp_muon_plugin.fsdp.bucket import Bucket
 from hp_muon_plugin.fsdp.parameter import Parameter
+from hp_muon_plugin.fsdp.placed import cuts
 from hp_muon_plugin.layout.spec import ParamSpec
 from hp_muon_plugin.megatron.norms import CountedParam, counts_here
 from hp_muon_plugin.megatron.optimizer import HpMuonMegatronOptimizer, ParamPair, main_param
 from hp_muon_plugin.megatron.param_groups import divide_groups, upstream_groups
 from hp_muon_plugin.megatron.sharded_model import HpFsdpModel, sharded_groups
-from hp_muon_plugin.megatron.sharded_muon import CutBucket, CutMatrix, ShardedMuonOptimizer
 from hp_muon_plugin.megatron.specs import chunk_specs
+from hp_muon_plugin.muon.distributed.items import ShardedParam
+from hp_muon_plugin.muon.distributed.optimizer import ShardedMuonOptimizer, Share
 from hp_muon_plugin.muon.routing import Algorithm, Route
 from hp_muon_plugin.muon.table import format_table, table_rows
+from hp_muon_plugin.platform.collectives import AxisGroup
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +123,7 @@ def build_sharded_optimizer(
         built.specs | frozen,
         options,
         axes=groups.axes,
-        buckets=built.cut_buckets(muon, chunks),
+        shares=built.shares(muon, chunks),
         device=chunks[0].schedule.device,
     )
     optimizer = ShardedMegatronOptimizer(inner, config, built.pairs, built.counted, groups)
@@ -163,32 +166,15 @@ class _Builder:
         self.specs[main] = spec
         return main
 
-    def cut_buckets(
-        self, muon: Mapping[torch.nn.Parameter, ParamSpec], chunks: Sequence[HpFsdpModel]
-    ) -> list[CutBucket]:
-        """Buckets with Muon's matrices that several ranks share and this replica updates."""
-        found = []
+    def shares(self, muon: Mapping[torch.nn.Parameter, ParamSpec], chunks: Sequence[HpFsdpModel]) -> list[Share]:
+        """Muon's weights that this replica updates, by shard axis; the same on all ranks of an axis."""
+        found: dict[AxisGroup, list[tuple[ShardedParam, torch.nn.Parameter | None]]] = {}
         for chunk in chunks:
             for unit in chunk.schedule.units:
                 for bucket in unit.trainable:
-                    cut = [
-                        p
-                        for p in bucket.parameters
-                        if p.full in muon and chunk.is_owned(bucket, p) and _is_cut(bucket, p)
-                    ]
-                    if cut:
-                        held = tuple(self._cut_matrix(bucket, p, muon[p.full]) for p in cut if p.sharded.numel())
-                        found.append(CutBucket(bucket.shard_axis, bucket.layout.shard_numel, held))
-        return found
-
-    def _cut_matrix(self, bucket: Bucket, parameter: Parameter, spec: ParamSpec) -> CutMatrix:
-        shard, at = parameter.sharded, parameter.placement
-        start = shard.hp_shard.start  # type: ignore[attr-defined]
-        offset = at.offset + start - bucket.shard_axis.index * bucket.layout.shard_numel
-        return CutMatrix(self._mains[shard], spec, at, start, offset)
-
-
-def _is_cut(bucket: Bucket, parameter: Parameter) -> bool:
-    """Whether several ranks hold parts of a parameter; the same on all of them."""
-    at, size = parameter.placement, bucket.layout.shard_numel
-    return at.offset // size != (at.stop - 1) // size
+                    for index, parameter in enumerate(bucket.parameters):
+                        if parameter.full in muon and chunk.is_owned(bucket, parameter):
+                            main = self._mains.get(parameter.sharded)
+                            told = (ShardedParam(muon[parameter.full], cuts(bucket, index)), main)
+                            found.setdefault(bucket.shard_axis, []).append(told)
+        return [Share(axis, *map(tuple, zip(*held, strict=True))) for axis, held in found.items()]

@@ -16,6 +16,8 @@ from hp_muon_plugin.config.options import from_options
 from hp_muon_plugin.errors import ConfigError
 from hp_muon_plugin.layout.spec import ParamSpec
 from hp_muon_plugin.muon.baseline import BaselineAdamW
+from hp_muon_plugin.muon.distributed.build import sharded_optimizer
+from hp_muon_plugin.muon.distributed.shards import shards_of
 from hp_muon_plugin.muon.names import module_specs, named_specs, refuse_sharded
 from hp_muon_plugin.muon.optimizer import HpMuonOptimizer
 from hp_muon_plugin.muon.routing import Algorithm, Route, route_parameters
@@ -28,12 +30,13 @@ Params = torch.nn.Module | Iterable[tuple[str, torch.nn.Parameter]]
 def build_optimizer(params: Params, **options: Any) -> HpMuonOptimizer:
     """Muon for the matrices of a model and AdamW for the rest.
 
-    With an initialised process group every rank must hold the same parameters (as under DDP);
-    missing or non-finite gradients are then agreed on by all ranks.
+    With an initialised process group every rank must hold the same parameters (as under DDP), or its
+    part of them: a model that ``hp_fully_shard`` or torch's ``fully_shard`` divided over ranks. Missing or
+    non-finite gradients are then agreed on by all ranks.
 
     Args:
         params: The model itself, which is best because module types tell embeddings and
-            convolutions apart, or ``model.named_parameters()``.
+            convolutions apart, or ``model.named_parameters()``. A sharded model must be passed itself.
         **options: Any option of :class:`~hp_muon_plugin.config.optimizer.HpMuon`.
 
     Returns:
@@ -48,11 +51,15 @@ def build_optimizer(params: Params, **options: Any) -> HpMuonOptimizer:
     """
     config = from_options(HpMuon, options, prefix="optimizer")
     specs = _specs(params)
-    refuse_sharded(
-        "params",
-        ((spec.name, param) for param, spec in specs.items()),
-        "wrap the model in DistributedDataParallel instead, or take optimizer=adamw, which works on shards",
-    )
+    shards = shards_of(params) if isinstance(params, torch.nn.Module) else []
+    if not shards:
+        refuse_sharded(
+            "params",
+            ((spec.name, param) for param, spec in specs.items()),
+            "pass the model itself, sharded by hp_fully_shard or torch's fully_shard, or wrap the model in "
+            "DistributedDataParallel instead, or take optimizer=adamw, which works on shards",
+            with_ours=True,
+        )
     routes = route_parameters(list(specs.values()), muon_params=config.muon_params, adamw_params=config.adamw_params)
     if not any(route.algorithm is Algorithm.muon for route in routes):
         raise ConfigError(
@@ -62,6 +69,8 @@ def build_optimizer(params: Params, **options: Any) -> HpMuonOptimizer:
             "pass the model itself (not a flattened or sharded copy), or take optimizer=adamw",
         )
     groups = muon_groups(list(specs), routes, config)
+    if shards:
+        return sharded_optimizer(shards, groups, specs, config)
     agree = [AxisGroup.from_group("world", dist.group.WORLD)] if _world_size() > 1 and dist.group.WORLD else []
     return HpMuonOptimizer(groups, specs, config, agree=agree)
 

@@ -74,27 +74,32 @@ def named_specs(named: Iterable[tuple[str, torch.nn.Parameter]]) -> dict[torch.n
     return {param: _spec(name, param, _role(name, param, None)) for name, param in named}
 
 
-def refuse_sharded(option: str, named: Iterable[tuple[str, torch.nn.Parameter]], fix: str) -> None:
+def refuse_sharded(
+    option: str, named: Iterable[tuple[str, torch.nn.Parameter]], fix: str, *, with_ours: bool = False
+) -> None:
     """Refuse parameters that another library has cut into shards: Muon needs whole matrices.
 
     Args:
         option: Where they were given.
         named: Names and parameters.
         fix: What to do instead.
+        with_ours: Whether shards of our ``hp_fully_shard`` are refused too.
 
     Raises:
         ConfigError: Naming the first one.
     """
     for name, param in named:
-        kind = _sharded_kind(param)
+        kind = _sharded_kind(param, with_ours=with_ours)
         if kind is not None:
             why = f"is {kind}, so that this rank holds a shard of the matrix, and Muon needs the whole"
             raise ConfigError(option, name, why, fix)
 
 
-def _sharded_kind(param: torch.nn.Parameter) -> str | None:
+def _sharded_kind(param: torch.nn.Parameter, *, with_ours: bool) -> str | None:
     if isinstance(param, DTensor):
         return "a DTensor (torch's fully_shard or tensor parallelism, Megatron-FSDP)"
+    if hasattr(param, "hp_shard"):
+        return "a shard of hp_fully_shard" if with_ours else None
     if getattr(param, "_is_flat_param", False) or hasattr(param, "_fsdp_flattened"):
         return "a flat parameter of torch's FullyShardedDataParallel"
     if logical_shape(param) != tuple(param.shape):
@@ -106,12 +111,14 @@ def logical_shape(param: torch.Tensor) -> tuple[int, ...]:
     """Shape of the whole parameter, also where a placeholder stands for it.
 
     Args:
-        param: A parameter; DeepSpeed's ZeRO-3 keeps the true shape in ``ds_shape``.
+        param: A parameter; DeepSpeed's ZeRO-3 keeps the true shape in ``ds_shape``, our ``hp_fully_shard`` in
+            ``hp_shard.shape``.
 
     Returns:
         The shape.
     """
-    return tuple(getattr(param, "ds_shape", param.shape))
+    shard = getattr(param, "hp_shard", None)
+    return tuple(getattr(param, "ds_shape", param.shape) if shard is None else shard.shape)
 
 
 def _role(name: str, param: torch.Tensor, owner: torch.nn.Module | None) -> Role:

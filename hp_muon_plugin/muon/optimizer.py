@@ -132,7 +132,7 @@ class HpMuonOptimizer(torch.optim.Optimizer):
             GradientError: As :meth:`step` does.
         """
         gradients = [
-            Gradient(spec.name, p.grad, Algorithm(group["algorithm"]), spec.split.axis if spec.split else None)
+            Gradient(spec.name, self._local(p.grad), Algorithm(group["algorithm"]), self._summed_over(p))
             for group in self.param_groups
             for p, spec in ((p, self.specs[p]) for p in group["params"])
         ]
@@ -175,12 +175,21 @@ class HpMuonOptimizer(torch.optim.Optimizer):
 
     def _clip(self, norms: GradNorms) -> None:
         grads = [
-            (Algorithm(group["algorithm"]), p.grad)
+            (Algorithm(group["algorithm"]), grad)
             for group in self.param_groups
             for p in group["params"]
-            if p.grad is not None
+            if (grad := self._local(p.grad)) is not None
         ]
         clip_gradients(grads, norms, clip_grad=self.config.clip_grad, mode=self.config.clip_mode)
+
+    def _local(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
+        """This rank's part of a gradient, as a plain tensor."""
+        return tensor
+
+    def _summed_over(self, param: torch.nn.Parameter) -> str | None:
+        """The axis whose ranks hold parts of a parameter's gradient."""
+        split = self.specs[param].split
+        return split.axis if split else None
 
     def init_state(self) -> None:
         """Create all optimizer state now, zeros, as loading a distributed checkpoint needs it."""

@@ -1,0 +1,1 @@
+"""Muon over matrices that several ranks share: planned from layouts, chosen by cost, exchanged in batches."""

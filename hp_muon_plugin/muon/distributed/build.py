@@ -1,0 +1,107 @@
+"""Building the optimizer of a sharded model in plain PyTorch."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hp_muon_plugin.config.optimizer import HpMuon
+from hp_muon_plugin.errors import ConfigError
+from hp_muon_plugin.layout.spec import ParamSpec
+from hp_muon_plugin.muon.distributed.items import ShardedParam
+from hp_muon_plugin.muon.distributed.optimizer import ShardedMuonOptimizer, Share
+from hp_muon_plugin.muon.distributed.shards import ShardOf, local_part
+from hp_muon_plugin.muon.routing import Algorithm
+from hp_muon_plugin.platform.collectives import AxisGroup
+
+
+def sharded_optimizer(
+    shards: Sequence[ShardOf],
+    groups: Sequence[dict[str, Any]],
+    specs: Mapping[torch.nn.Parameter, ParamSpec],
+    config: HpMuon,
+) -> ShardedMuonOptimizer:
+    """Muon over the shards of a model, AdamW over those that Muon does not take.
+
+    Args:
+        shards: All parameters of the model, in one order on all ranks.
+        groups: Groups of its shards.
+        specs: Specs of the whole parameters.
+        config: Options.
+
+    Returns:
+        The optimizer.
+    """
+    muon = {param for group in groups if group["algorithm"] == Algorithm.muon for param in group["params"]}
+    by_axis: dict[AxisGroup, list[ShardOf]] = {}
+    for shard in shards:
+        if shard.param in muon and shard.is_owned:
+            by_axis.setdefault(shard.axis, []).append(shard)
+    shares = [
+        Share(
+            axis,
+            tuple(ShardedParam(specs[shard.param], shard.cuts) for shard in held),
+            tuple(shard.param if local_part(shard.param).numel() else None for shard in held),
+        )
+        for axis, held in by_axis.items()
+    ]
+    axes, summed = _norm_axes(shards)
+    device = next((local_part(shard.param).device for shard in shards), torch.device("cpu"))
+    agree = list(dict.fromkeys(shard.axis for shard in shards))
+    return ShardedMuonOptimizer(
+        groups, specs, config, shares=shares, device=device, axes=axes, summed=summed, agree=agree
+    )
+
+
+def _norm_axes(
+    shards: Sequence[ShardOf],
+) -> tuple[dict[str, AxisGroup], dict[torch.nn.Parameter, str]]:
+    """Axes over whose ranks the parts of gradients lie, by name, and the name for each shard.
+
+    Where each replica updates other parameters, replicas hold other gradients too, and the ranks of all replicas
+    count together.
+    """
+    axes: dict[str, AxisGroup] = {}
+    summed: dict[torch.nn.Parameter, str] = {}
+    is_divided = {shard.axis for shard in shards if not shard.is_owned}
+    is_divided |= _divided_elsewhere(shards)
+    names: dict[tuple[AxisGroup, AxisGroup | None], str] = {}
+    for shard in shards:
+        replicas = shard.replicas if shard.axis in is_divided else None
+        key = (shard.axis, replicas)
+        if key not in names:
+            name = shard.axis.axis if shard.axis.axis not in axes else f"{shard.axis.axis} {len(axes)}"
+            names[key] = name
+            axes[name] = shard.axis if replicas is None else _joint(shard.axis, replicas)
+        summed[shard.param] = names[key]
+    return axes, summed
+
+
+def _divided_elsewhere(shards: Sequence[ShardOf]) -> set[AxisGroup]:
+    """Axes of parameters that another replica updates although this one updates all that it has."""
+    found: set[AxisGroup] = set()
+    by_pair: dict[tuple[AxisGroup, AxisGroup], bool] = {}
+    for shard in shards:
+        if shard.replicas.size > 1:
+            pair = (shard.axis, shard.replicas)
+            by_pair[pair] = by_pair.get(pair, False) or not shard.is_owned
+    for (axis, replicas), is_any in by_pair.items():
+        told: list[Any] = [None] * replicas.size
+        dist.all_gather_object(told, is_any, group=replicas.group)  # one flag a rank, once; the host waits
+        if any(told):
+            found.add(axis)
+    return found
+
+
+def _joint(axis: AxisGroup, replicas: AxisGroup) -> AxisGroup:
+    """The ranks of an axis in all replicas."""
+    size = axis.size * replicas.size
+    if size == dist.get_world_size():
+        return AxisGroup.from_group(f"{axis.axis} in all replicas", dist.group.WORLD)  # type: ignore[arg-type]
+    raise ConfigError(
+        "outer",
+        "shard or broadcast",
+        f"{size} of {dist.get_world_size()} ranks share the model, and gradient norms would miss the others",
+        "shard over all ranks of the job, or take outer=replicate",
+    )

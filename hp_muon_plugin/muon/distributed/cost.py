@@ -1,0 +1,181 @@
+"""What a strategy costs: operations, bytes and messages, and the seconds that they take at stated rates.
+
+All figures are per step and for the rank with most. W ranks share k matrices ``[m, n]`` (m the short
+side) of B bytes each. C is what Newton-Schulz costs; G what it costs on a Gram matrix alone; A what it
+costs to form a Gram matrix, or to apply a factor (``2 m^2 n``); and ``up(x)`` rounds up:
+
+================  ===============================  ============================================
+strategy          bytes received                   operations
+================  ===============================  ============================================
+allgather         ``k B (W-1)/W``                  ``k C`` on every rank that holds a part
+dedup, updates    ``2 k B (W-1)/W``                ``up(k/W) C``
+dedup, factors    ``k (B + 4 m^2) (W-1)/W``        ``up(k/W) (A + G) + k A / W``
+alltoall          ``2 k B (W-1)/W^2``              ``up(k/W) C``
+gram              ``2 k 4 m^2 (W-1)/W``            ``up(k/W) G + 2 k A / W``
+gram, gathered    ``k (B + 2 * 4 m^2) (W-1)/W``    ``up(k/W) G + 2 k A / W``
+================  ===============================  ============================================
+
+Without overlap, and messages on top. ``gram`` needs ranks that hold rows of tall matrices, ``X^T X`` being the
+sum over their rows; ``gathered`` is for wide ones: each rank forms the Gram matrix of a stretch of columns.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from hp_muon_plugin.config.choices import FloatDtype
+from hp_muon_plugin.layout.spec import ParamSpec
+from hp_muon_plugin.muon.algorithm import Algorithm, Form, Rule, choose
+from hp_muon_plugin.muon.coefficients import Coefficients
+from hp_muon_plugin.muon.distributed.items import Item
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What a rank does in a second.
+
+    Attributes:
+        flops: Operations of matrix products.
+        bytes_received: Bytes that arrive at a rank, all ranks receiving.
+        message_s: Seconds that a message takes on top, for each peer of an all-to-all, and once for others.
+        source: Where the figures are from.
+    """
+
+    flops: float
+    bytes_received: float
+    message_s: float
+    source: str = "stated"
+
+
+# Not measured by us but for the CPU's, which is one core of an AMD EPYC with gloo over loopback. Of the others
+# a tenth to a third of the advertised rates of one die (910C: about 376 TFLOP/s bf16, 392 GB/s of HCCS; H100).
+DEFAULT_RATES = {
+    "cpu": Rates(50e9, 1e9, 2e-4, "default for CPU"),
+    "npu": Rates(40e12, 100e9, 2e-5, "default for NPU, not measured"),
+    "cuda": Rates(60e12, 100e9, 1e-5, "default for CUDA, not measured"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How an item's matrices are orthogonalised.
+
+    Attributes:
+        flops: Of Newton-Schulz on the whole item, by the algorithm that the table chooses.
+        apply_flops: Of forming Gram matrices of the whole item, and as many of applying factors to it.
+        gram_flops: Of the iteration on Gram matrices alone.
+        small: Elements of the factors, the sum of ``m^2``.
+        runs: Runs of steps in the Gram form with float32 Gram matrices.
+    """
+
+    flops: float
+    apply_flops: float
+    gram_flops: float
+    small: int
+    runs: int
+
+
+def gram_algorithm(dtype: FloatDtype | None) -> Algorithm | None:
+    """The Gram form in float32, in which factors are exchanged; None if the iteration is to run in another type."""
+    return Algorithm(Form.gram) if dtype in (None, FloatDtype.float32) else None
+
+
+def kind_of(
+    spec: ParamSpec,
+    coefficients: Sequence[Coefficients],
+    *,
+    device: str,
+    table: Sequence[Rule],
+    dtype: FloatDtype | None,
+) -> Kind:
+    """Price one item.
+
+    Args:
+        spec: The item's.
+        coefficients: Of every step.
+        device: ``cpu``, ``cuda``, ``npu``.
+        table: Which algorithm is fastest for which shape.
+        dtype: Type of the iteration, or None for the table's.
+
+    Returns:
+        Its cost.
+    """
+    assert spec.view is not None
+    flops, apply_flops, gram_flops, small = 0.0, 0.0, 0.0, 0
+    runs = Algorithm(Form.gram).run_lengths(coefficients)
+    products = sum(steps + 3 * (steps - 1) for steps in runs)
+    for part in spec.view.parts:
+        count, rows, cols = spec.view.part_shape(part)
+        short, long = min(rows, cols), max(rows, cols)
+        if not count or not short:
+            continue
+        algorithm = choose(device, short, long, table=table)
+        if dtype is not None:
+            algorithm = replace(algorithm, dtype=dtype)
+        flops += count * algorithm.flops(short, long, algorithm.run_lengths(coefficients))
+        apply_flops += count * 2 * short**2 * long
+        gram_flops += count * products * 2 * short**3
+        small += count * short**2
+    return Kind(flops, apply_flops, gram_flops, small, len(runs))
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """Of one strategy for equal items.
+
+    Attributes:
+        bytes_received: By the busiest rank.
+        flops: Of the busiest rank.
+        messages: Peers or collectives.
+    """
+
+    bytes_received: float
+    flops: float
+    messages: int
+
+    def seconds(self, rates: Rates) -> float:
+        """Time without overlap.
+
+        Args:
+            rates: Of a rank.
+
+        Returns:
+            Seconds.
+        """
+        return self.bytes_received / rates.bytes_received + self.flops / rates.flops + self.messages * rates.message_s
+
+
+def prices(item: Item, count: int, size: int, kind: Kind, *, itemsize: int, can_factor: bool) -> dict[str, Price]:
+    """Price the strategies that are possible for equal items; formulas: module docstring.
+
+    Args:
+        item: One of them.
+        count: How many.
+        size: Ranks.
+        kind: Its cost.
+        itemsize: Bytes of an exchanged number.
+        can_factor: Whether factors may be exchanged.
+
+    Returns:
+        Price by name: those of ``Strategy``, with ``+factor`` or ``+gathered`` for the variants.
+    """
+    whole = count * item.numel * itemsize * (size - 1) / size
+    small = count * kind.small * 4 * (size - 1) / size
+    owned = math.ceil(count / size)
+    each, apply_all = kind.flops, count * kind.apply_flops / size
+    found = {
+        "allgather": Price(whole, count * each * len(item.holders) / size, 1),
+        "allgather_dedup": Price(2 * whole, owned * each, 2),
+        "alltoall": Price(2 * whole / size, owned * each, 2 * (size - 1)),
+    }
+    if can_factor and item.is_cut_between_rows:
+        factored = kind.apply_flops + kind.gram_flops
+        iterated = kind.gram_flops
+        rows, cols = item.matrix or (0, 0)
+        if kind.runs == 1:
+            found["allgather_dedup+factor"] = Price(whole + small, owned * factored + apply_all, 2)
+        if kind.runs == 1 and rows < cols:
+            found["gram+gathered"] = Price(whole + 2 * small, owned * iterated + 2 * apply_all, 4)
+        if rows >= cols:
+            found["gram"] = Price(2 * small * kind.runs, owned * iterated + 2 * apply_all * kind.runs, 3 * kind.runs)
+    return found

@@ -1,0 +1,132 @@
+"""Muon over parameters that ranks share, and AdamW over their shards, as one torch optimizer."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hp_muon_plugin.config.optimizer import HpMuon
+from hp_muon_plugin.layout.spec import ParamSpec
+from hp_muon_plugin.muon.distributed.agreement import check_plans
+from hp_muon_plugin.muon.distributed.cost import Rates
+from hp_muon_plugin.muon.distributed.executor import ShareExecutor
+from hp_muon_plugin.muon.distributed.items import ShardedParam
+from hp_muon_plugin.muon.distributed.plan import SharePlan, share_plan
+from hp_muon_plugin.muon.distributed.shards import local_part
+from hp_muon_plugin.muon.executor import ParamStep
+from hp_muon_plugin.muon.optimizer import HpMuonOptimizer
+from hp_muon_plugin.muon.workspace import Workspace
+from hp_muon_plugin.platform.collectives import AxisGroup
+from hp_muon_plugin.platform.protocol import Wire
+from hp_muon_plugin.platform.wire import C10dWire
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Muon's parameters on one shard axis, of which this replica updates all.
+
+    Attributes:
+        axis: The axis.
+        params: The parameters, in one order on all of its ranks.
+        mains: What the optimizer updates of each: this rank's stretch, or None if that is empty.
+    """
+
+    axis: AxisGroup
+    params: tuple[ShardedParam, ...]
+    mains: tuple[torch.nn.Parameter | None, ...]
+
+
+class ShardedMuonOptimizer(HpMuonOptimizer):
+    """:class:`HpMuonOptimizer` over shards.
+
+    State is kept for what this rank holds, and for nothing else.
+
+    Args:
+        groups: Groups of shards.
+        specs: Specs of the whole parameters, by shard.
+        config: Options.
+        shares: Muon's shards by axis; all ranks of an axis must pass equal parameters.
+        axes: Tensor-parallel axes by name that the specs' splits refer to.
+        summed: Name of the axis over which parts of a gradient are summed for norms, by shard. None: norms are the
+            caller's business.
+        agree: As of :class:`HpMuonOptimizer`.
+        device: Where shards lie.
+        wire: Collectives; None takes torch.distributed.
+        rates: By which ``strategy=auto`` chooses; None takes the device's default.
+
+    Raises:
+        ConfigError: If an option is wrong, or ranks of an axis have different plans.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[dict[str, Any]],
+        specs: Mapping[torch.nn.Parameter, ParamSpec],
+        config: HpMuon,
+        *,
+        shares: Sequence[Share],
+        device: torch.device,
+        axes: Mapping[str, AxisGroup] | None = None,
+        summed: Mapping[torch.nn.Parameter, str] | None = None,
+        agree: Sequence[AxisGroup] = (),
+        wire: Wire | None = None,
+        rates: Rates | None = None,
+    ) -> None:
+        self._shared = {main for share in shares for main in share.mains if main is not None}
+        self._summed = dict(summed or {})
+        super().__init__(groups, specs, config, axes=axes, agree=agree)
+        if self._workspace.device.type != device.type:
+            self._workspace = Workspace(device)  # this rank has no shard, and exchanges all the same
+        wire = wire or C10dWire()
+        plans = [
+            share_plan(
+                share.params, config, axis=share.axis.axis, size=share.axis.size, device=device.type, rates=rates
+            )
+            for share in shares
+        ]
+        check_plans([(share.axis, plan) for share, plan in zip(shares, plans, strict=True)])
+        self._shares = [
+            (
+                share,
+                ShareExecutor(plan, share.axis, dict(axes or {}), wire=wire, config=config, workspace=self._workspace),
+            )
+            for share, plan in zip(shares, plans, strict=True)
+        ]
+
+    @property
+    def share_plans(self) -> tuple[SharePlan, ...]:
+        """The plans, one for each shard axis."""
+        return tuple(executor.plan for _, executor in self._shares)
+
+    @property
+    def num_orthogonalized(self) -> int:
+        """Matrices that this rank has orthogonalised since construction."""
+        return super().num_orthogonalized + sum(executor.num_orthogonalized for _, executor in self._shares)
+
+    def _planned(self) -> list[torch.nn.Parameter]:
+        return [param for param in self._muon_params() if param not in self._shared and local_part(param).numel()]
+
+    def _orthogonalize(self, steps: Mapping[torch.nn.Parameter, ParamStep | None]) -> None:
+        super()._orthogonalize(steps)
+        for share, executor in self._shares:
+            executor.run({index: _flat(steps.get(main)) for index, main in enumerate(share.mains) if main is not None})
+
+    def _param_step(self, param: torch.nn.Parameter, group: dict[str, Any]) -> ParamStep | None:
+        step = super()._param_step(param, group)
+        if step is not None:
+            step.weight, step.grad, step.momentum = map(local_part, (step.weight, step.grad, step.momentum))
+        return step
+
+    def _local(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else local_part(tensor)
+
+    def _summed_over(self, param: torch.nn.Parameter) -> str | None:
+        return self._summed.get(param) or super()._summed_over(param)
+
+
+def _flat(step: ParamStep | None) -> ParamStep | None:
+    if step is None:
+        return None
+    weight, grad, momentum = (tensor.view(-1) for tensor in (step.weight, step.grad, step.momentum))
+    return ParamStep(weight, grad, momentum, step.decay, step.lr, step.beta)
