@@ -70,6 +70,9 @@ class HpMuon:
     """Orthogonalise every attention head of a projection by itself."""
     strategy: Strategy = Strategy.auto
     """How ranks that hold parts of a matrix orthogonalise it; auto prices all strategies and takes the cheapest."""
+    divide_replicas: bool | None = None
+    """Whether ranks that hold the same weights divide the matrices and send each other the new weights, instead of
+    computing the same updates; null divides what takes longer to compute than to send."""
     comm_dtype: FloatDtype = FloatDtype.float32
     """Type in which parts of matrices and updates are sent between ranks; Gram matrices are sent in float32."""
     max_peers: int | None = number(None, least=1, example=64)

@@ -20,7 +20,8 @@ from hp_muon_plugin.megatron.refusals import refuse_arguments, refuse_split_late
 from hp_muon_plugin.megatron.sharded_build import adamw_only, build_sharded_optimizer
 from hp_muon_plugin.megatron.sharded_model import HpFsdpModel
 from hp_muon_plugin.megatron.specs import chunk_specs
-from hp_muon_plugin.muon.optimizer import HpMuonOptimizer
+from hp_muon_plugin.muon.distributed.items import ShardedParam
+from hp_muon_plugin.muon.distributed.optimizer import ShardedMuonOptimizer, Share
 from hp_muon_plugin.muon.routing import Algorithm, Route, route_parameters
 from hp_muon_plugin.muon.table import format_table, table_rows
 
@@ -92,7 +93,19 @@ def _assemble(
         group["params"] = mains
     main_specs = {param.main: param.spec for param in counted}
     main_specs |= {param: spec for param, spec in specs.items() if not spec.trainable}
-    inner = HpMuonOptimizer(divided, main_specs, settings, axes=groups.axes)
+    shares = [
+        Share(
+            axis,
+            tuple(ShardedParam(param.spec, (0, param.spec.local_numel)) for param in held),
+            tuple(param.main for param in held),
+            is_replicated=True,
+        )
+        for axis, is_expert in ((groups.dp, False), (groups.expert_dp, True))
+        if axis.size > 1
+        and (held := [p for p in counted if p.algorithm is Algorithm.muon and p.spec.is_expert is is_expert])
+    ]
+    device = next((param.main.device for param in counted), torch.device("cpu"))
+    inner = ShardedMuonOptimizer(divided, main_specs, settings, axes=groups.axes, shares=shares, device=device)
     return HpMuonMegatronOptimizer(inner, config, pairs, counted, groups)
 
 

@@ -177,4 +177,7 @@ class _Builder:
                             main = self._mains.get(parameter.sharded)
                             told = (ShardedParam(muon[parameter.full], cuts(bucket, index)), main)
                             found.setdefault(bucket.shard_axis, []).append(told)
-        return [Share(axis, *map(tuple, zip(*held, strict=True))) for axis, held in found.items()]
+        return [
+            Share(axis, tuple(param for param, _ in held), tuple(main for _, main in held))
+            for axis, held in found.items()
+        ]

@@ -16,7 +16,7 @@ from hp_muon_plugin.config.options import from_options
 from hp_muon_plugin.errors import ConfigError
 from hp_muon_plugin.layout.spec import ParamSpec
 from hp_muon_plugin.muon.baseline import BaselineAdamW
-from hp_muon_plugin.muon.distributed.build import sharded_optimizer
+from hp_muon_plugin.muon.distributed.build import replicated_optimizer, sharded_optimizer
 from hp_muon_plugin.muon.distributed.shards import shards_of
 from hp_muon_plugin.muon.names import module_specs, named_specs, refuse_sharded
 from hp_muon_plugin.muon.optimizer import HpMuonOptimizer
@@ -71,8 +71,9 @@ def build_optimizer(params: Params, **options: Any) -> HpMuonOptimizer:
     groups = muon_groups(list(specs), routes, config)
     if shards:
         return sharded_optimizer(shards, groups, specs, config)
-    agree = [AxisGroup.from_group("world", dist.group.WORLD)] if _world_size() > 1 and dist.group.WORLD else []
-    return HpMuonOptimizer(groups, specs, config, agree=agree)
+    if _world_size() > 1 and dist.group.WORLD:
+        return replicated_optimizer(AxisGroup.from_group("world", dist.group.WORLD), groups, specs, config)
+    return HpMuonOptimizer(groups, specs, config)
 
 
 def build_adamw(params: Params, **options: Any) -> BaselineAdamW:

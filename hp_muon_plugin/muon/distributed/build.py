@@ -9,8 +9,11 @@ import torch.distributed as dist
 from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.errors import ConfigError
 from hp_muon_plugin.layout.spec import ParamSpec
+from hp_muon_plugin.muon.distributed.balance import divide
+from hp_muon_plugin.muon.distributed.cost import DEFAULT_RATES
 from hp_muon_plugin.muon.distributed.items import ShardedParam
 from hp_muon_plugin.muon.distributed.optimizer import ShardedMuonOptimizer, Share
+from hp_muon_plugin.muon.distributed.replicas import is_worth_sending, item_flops
 from hp_muon_plugin.muon.distributed.shards import ShardOf, local_part
 from hp_muon_plugin.muon.routing import Algorithm
 from hp_muon_plugin.platform.collectives import AxisGroup
@@ -38,20 +41,76 @@ def sharded_optimizer(
     for shard in shards:
         if shard.param in muon and shard.is_owned:
             by_axis.setdefault(shard.axis, []).append(shard)
-    shares = [
-        Share(
-            axis,
-            tuple(ShardedParam(specs[shard.param], shard.cuts) for shard in held),
-            tuple(shard.param if local_part(shard.param).numel() else None for shard in held),
-        )
-        for axis, held in by_axis.items()
-    ]
-    axes, summed = _norm_axes(shards)
     device = next((local_part(shard.param).device for shard in shards), torch.device("cpu"))
+    divided = {shard.axis for shard in shards if not shard.is_owned}
+    shares = [_share(held, specs, config, device.type, is_divided=axis in divided) for axis, held in by_axis.items()]
+    axes, summed = _norm_axes(shards)
     agree = list(dict.fromkeys(shard.axis for shard in shards))
     return ShardedMuonOptimizer(
         groups, specs, config, shares=shares, device=device, axes=axes, summed=summed, agree=agree
     )
+
+
+def _share(
+    held: Sequence[ShardOf],
+    specs: Mapping[torch.nn.Parameter, ParamSpec],
+    config: HpMuon,
+    device: str,
+    *,
+    is_divided: bool,
+) -> Share:
+    """The parameters of one axis that this replica updates, and what replicas send each other."""
+    axis, replicas = held[0].axis, held[0].replicas
+    sent: list[tuple[torch.nn.Parameter, int]] = []
+    updated = list(held)
+    if replicas.size > 1 and not is_divided and all(shard.replicas == replicas for shard in held):
+        rates = DEFAULT_RATES.get(device, DEFAULT_RATES["cuda"])
+        costs = item_flops([specs[shard.param] for shard in held], config, device=device)
+        # of a weight, a rank computes and sends its share
+        worth = [
+            is_worth_sending(cost, specs[shard.param].numel, replicas.size, config, rates)
+            for shard, cost in zip(held, costs, strict=True)
+        ]
+        shared = [shard for shard, is_sent in zip(held, worth, strict=True) if is_sent]
+        owners = divide([cost for cost, is_sent in zip(costs, worth, strict=True) if is_sent], replicas.size).owners
+        sent = [(shard.param, owner) for shard, owner in zip(shared, owners, strict=True)]
+        elsewhere = {shard.param for shard, owner in zip(shared, owners, strict=True) if owner != replicas.index}
+        updated = [shard for shard in held if shard.param not in elsewhere]
+    return Share(
+        axis,
+        tuple(ShardedParam(specs[shard.param], shard.cuts) for shard in updated),
+        tuple(shard.param if local_part(shard.param).numel() else None for shard in updated),
+        replicas=replicas if sent else None,
+        sent=tuple(sent),
+    )
+
+
+def replicated_optimizer(
+    axis: AxisGroup,
+    groups: Sequence[dict[str, Any]],
+    specs: Mapping[torch.nn.Parameter, ParamSpec],
+    config: HpMuon,
+) -> ShardedMuonOptimizer:
+    """Muon over parameters that every rank holds whole, as under DistributedDataParallel.
+
+    Args:
+        axis: The ranks.
+        groups: Groups of parameters, the same on all of them.
+        specs: Specs of all parameters.
+        config: Options.
+
+    Returns:
+        The optimizer.
+    """
+    held = [param for group in groups if group["algorithm"] == Algorithm.muon for param in group["params"]]
+    share = Share(
+        axis,
+        tuple(ShardedParam(specs[param], (0, specs[param].numel)) for param in held),
+        tuple(held),
+        is_replicated=True,
+    )
+    device = held[0].device
+    return ShardedMuonOptimizer(groups, specs, config, shares=[share], device=device, agree=[axis])
 
 
 def _norm_axes(

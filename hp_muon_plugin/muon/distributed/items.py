@@ -123,6 +123,29 @@ def items_of(index: int, param: ShardedParam) -> list[Item]:
     ]
 
 
+def pieces_of(index: int, spec: ParamSpec, count: int) -> list[Item]:
+    """Divide a parameter that one rank holds whole into at most ``count`` stretches that no matrix leaves.
+
+    Args:
+        index: The parameter's index.
+        spec: The parameter.
+        count: How many.
+
+    Returns:
+        Items in the order of their elements; their cuts are those of one rank.
+    """
+    if not spec.local_numel:
+        return []
+    if not _is_divisible(spec):
+        return [Item(index, 0, spec, (0, spec.local_numel))]
+    assert spec.view is not None
+    blocks = spec.view.factors[0]
+    size = -(-blocks // count)
+    each = spec.numel // blocks
+    pieces = [(first, min(first + size, blocks)) for first in range(0, blocks, size)]
+    return [Item(index, first * each, _blocks(spec, first, last), (0, (last - first) * each)) for first, last in pieces]
+
+
 def _is_divisible(spec: ParamSpec) -> bool:
     """Whether dim 0 of the factors numbers matrices in every part."""
     view = spec.view

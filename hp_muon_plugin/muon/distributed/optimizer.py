@@ -13,6 +13,7 @@ from hp_muon_plugin.muon.distributed.cost import Rates
 from hp_muon_plugin.muon.distributed.executor import ShareExecutor
 from hp_muon_plugin.muon.distributed.items import ShardedParam
 from hp_muon_plugin.muon.distributed.plan import SharePlan, share_plan
+from hp_muon_plugin.muon.distributed.replicas import ReplicaExecutor, WeightBroadcast
 from hp_muon_plugin.muon.distributed.shards import local_part
 from hp_muon_plugin.muon.executor import ParamStep
 from hp_muon_plugin.muon.optimizer import HpMuonOptimizer
@@ -30,11 +31,17 @@ class Share:
         axis: The axis.
         params: The parameters, in one order on all of its ranks.
         mains: What the optimizer updates of each: this rank's stretch, or None if that is empty.
+        is_replicated: Whether all ranks of the axis hold all of the parameters.
+        replicas: Ranks that hold the same stretches and update other parameters, or None.
+        sent: What those send each other after an update: stretches, and the place of who updates them.
     """
 
     axis: AxisGroup
     params: tuple[ShardedParam, ...]
     mains: tuple[torch.nn.Parameter | None, ...]
+    is_replicated: bool = False
+    replicas: AxisGroup | None = None
+    sent: tuple[tuple[torch.nn.Parameter, int], ...] = ()
 
 
 class ShardedMuonOptimizer(HpMuonOptimizer):
@@ -74,30 +81,42 @@ class ShardedMuonOptimizer(HpMuonOptimizer):
         rates: Rates | None = None,
     ) -> None:
         self._shared = {main for share in shares for main in share.mains if main is not None}
+        self._shared |= {param for share in shares for param, _ in share.sent}
         self._summed = dict(summed or {})
         super().__init__(groups, specs, config, axes=axes, agree=agree)
         if self._workspace.device.type != device.type:
             self._workspace = Workspace(device)  # this rank has no shard, and exchanges all the same
-        wire = wire or C10dWire()
+        options: dict[str, Any] = {"wire": wire or C10dWire(), "config": config, "workspace": self._workspace}
+        sharded = [share for share in shares if not share.is_replicated]
         plans = [
-            share_plan(
-                share.params, config, axis=share.axis.axis, size=share.axis.size, device=device.type, rates=rates
-            )
-            for share in shares
+            share_plan(s.params, config, axis=s.axis.axis, size=s.axis.size, device=device.type, rates=rates)
+            for s in sharded
         ]
-        check_plans([(share.axis, plan) for share, plan in zip(shares, plans, strict=True)])
-        self._shares = [
+        check_plans([(share.axis, plan) for share, plan in zip(sharded, plans, strict=True)])
+        self._shares: list[tuple[Share, ShareExecutor | ReplicaExecutor]] = [
+            (share, ShareExecutor(plan, share.axis, dict(axes or {}), **options))
+            for share, plan in zip(sharded, plans, strict=True)
+        ]
+        for share in shares:
+            if share.is_replicated:
+                specs_of = [param.spec for param in share.params]
+                replicated = ReplicaExecutor(specs_of, share.axis, dict(axes or {}), rates=rates, **options)
+                self._shares.append((share, replicated))
+        self._broadcasts = [
             (
                 share,
-                ShareExecutor(plan, share.axis, dict(axes or {}), wire=wire, config=config, workspace=self._workspace),
+                WeightBroadcast(
+                    share.replicas, [owner for _, owner in share.sent], wire=options["wire"], workspace=self._workspace
+                ),
             )
-            for share, plan in zip(shares, plans, strict=True)
+            for share in shares
+            if share.replicas is not None
         ]
 
     @property
     def share_plans(self) -> tuple[SharePlan, ...]:
         """The plans, one for each shard axis."""
-        return tuple(executor.plan for _, executor in self._shares)
+        return tuple(executor.plan for _, executor in self._shares if isinstance(executor, ShareExecutor))
 
     @property
     def num_orthogonalized(self) -> int:
@@ -111,6 +130,8 @@ class ShardedMuonOptimizer(HpMuonOptimizer):
         super()._orthogonalize(steps)
         for share, executor in self._shares:
             executor.run({index: _flat(steps.get(main)) for index, main in enumerate(share.mains) if main is not None})
+        for share, broadcast in self._broadcasts:
+            broadcast.run([local_part(param.detach()).view(-1) for param, _ in share.sent])
 
     def _param_step(self, param: torch.nn.Parameter, group: dict[str, Any]) -> ParamStep | None:
         step = super()._param_step(param, group)

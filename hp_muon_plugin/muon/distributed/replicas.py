@@ -1,0 +1,183 @@
+"""Dividing Newton-Schulz over ranks that all hold the same weights: each matrix is updated once, then sent.
+
+Under DistributedDataParallel, and between the replicas of hybrid sharding, every rank has the same
+gradients and the same momenta, and would compute the same polar factors. Here each matrix has one owner,
+the longest first to whoever has least; it updates the weight, and broadcasts it. Momenta are kept up to
+date on all ranks, so that each rank's state is whole, for checkpoints of one rank.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from hp_muon_plugin.config.optimizer import HpMuon
+from hp_muon_plugin.layout.spec import ParamSpec
+from hp_muon_plugin.muon.algorithm import TABLE, load_table
+from hp_muon_plugin.muon.coefficients import resolve_schedule
+from hp_muon_plugin.muon.distributed.balance import divide
+from hp_muon_plugin.muon.distributed.cost import DEFAULT_RATES, Rates, kind_of
+from hp_muon_plugin.muon.distributed.items import Item, pieces_of
+from hp_muon_plugin.muon.executor import Executor, ParamStep
+from hp_muon_plugin.muon.plan import build_plan
+from hp_muon_plugin.muon.workspace import Workspace
+from hp_muon_plugin.platform.collectives import AxisGroup
+from hp_muon_plugin.platform.protocol import Wire
+from hp_muon_plugin.platform.wire import wait_for
+
+_BYTES = 4
+
+
+def item_flops(specs: Sequence[ParamSpec], config: HpMuon, *, device: str) -> list[float]:
+    """Newton-Schulz operations of parameters.
+
+    Args:
+        specs: Whole parameters or stretches of them.
+        config: Options.
+        device: ``cpu``, ``cuda`` or ``npu``.
+
+    Returns:
+        One figure for each.
+    """
+    table = load_table(Path(config.ns_table)) if config.ns_table else TABLE
+    coefficients = resolve_schedule(config.schedule, steps=config.steps, custom=config.coefficients)
+    return [kind_of(spec, coefficients, device=device, table=table, dtype=config.ns_dtype).flops for spec in specs]
+
+
+def is_worth_sending(flops: float, numel: int, size: int, config: HpMuon, rates: Rates) -> bool:
+    """Whether to compute an update once and send the weight, instead of computing it on every replica.
+
+    Args:
+        flops: Of the update.
+        numel: Elements of the weight.
+        size: Replicas.
+        config: Options; ``divide_replicas`` decides where it is not null.
+        rates: Of a rank.
+
+    Returns:
+        True if computing takes longer than sending.
+    """
+    if size == 1 or config.divide_replicas is not None:
+        return size > 1 and bool(config.divide_replicas)
+    return flops / rates.flops > _BYTES * numel / rates.bytes_received
+
+
+class WeightBroadcast:
+    """Sends parts of weights from their owners to the other replicas, one message per owner and dtype.
+
+    Args:
+        axis: The replicas; all of them run it alike.
+        owners: Owner of each part.
+        wire: Collectives.
+        workspace: Buffers.
+    """
+
+    def __init__(self, axis: AxisGroup, owners: Sequence[int], *, wire: Wire, workspace: Workspace) -> None:
+        self._axis, self._owners, self._wire, self._workspace = axis, tuple(owners), wire, workspace
+
+    def run(self, parts: Sequence[torch.Tensor]) -> None:
+        """Send, and wait.
+
+        Args:
+            parts: One-dimensional, of equal lengths and types on all replicas; changed where others own them.
+        """
+        handles, arriving = [], []
+        for owner, dtype in self._messages(parts):
+            mine = [part for part, o in zip(parts, self._owners, strict=True) if o == owner and part.dtype is dtype]
+            numel = sum(part.numel() for part in mine)
+            buffer = self._workspace.take(f"share_weights{owner}", (numel,), dtype)
+            pieces = list(buffer.split([part.numel() for part in mine]))
+            if owner == self._axis.index:
+                torch._foreach_copy_(pieces, mine)
+            else:
+                arriving.append((mine, pieces))
+            # an owner's new weights to every replica; the next forward waits
+            handles.append(self._wire.broadcast(buffer, owner, self._axis))
+        wait_for(handles, "new weights over {}", self._axis.axis)
+        for mine, pieces in arriving:
+            torch._foreach_copy_(mine, pieces)
+
+    def _messages(self, parts: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.dtype]]:
+        pairs = ((owner, part.dtype) for owner, part in zip(self._owners, parts, strict=True) if part.numel())
+        yield from sorted(dict.fromkeys(pairs), key=lambda pair: (pair[0], str(pair[1])))
+
+
+class ReplicaExecutor:
+    """Updates parameters that all ranks of an axis hold. All of them run it alike.
+
+    Args:
+        params: The parameters; none of them is cut over the axis.
+        axis: The replicas.
+        axes: Tensor-parallel axes by name.
+        wire: Collectives.
+        config: Options.
+        workspace: Buffers.
+        rates: By which it is decided what is divided; None takes the device's default.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[ParamSpec],
+        axis: AxisGroup,
+        axes: Mapping[str, AxisGroup],
+        *,
+        wire: Wire,
+        config: HpMuon,
+        workspace: Workspace,
+        rates: Rates | None = None,
+    ) -> None:
+        device = workspace.device.type
+        rates = rates or DEFAULT_RATES.get(device, DEFAULT_RATES["cuda"])
+        items = [item for index, spec in enumerate(params) for item in pieces_of(index, spec, axis.size)]
+        flops = item_flops([item.spec for item in items], config, device=device)
+        worth = [
+            is_worth_sending(cost, item.numel, axis.size, config, rates)
+            for cost, item in zip(flops, items, strict=True)
+        ]
+        self._divided = [item for item, is_sent in zip(items, worth, strict=True) if is_sent]
+        everywhere = [(item, cost) for item, cost, is_sent in zip(items, flops, worth, strict=True) if not is_sent]
+        costs = [cost for cost, is_sent in zip(flops, worth, strict=True) if is_sent]
+        self.division = divide(costs, axis.size, already=[sum(cost for _, cost in everywhere)] * axis.size)
+        """Owners of what is divided, and the operations of each replica."""
+        mine = [i for i, o in zip(self._divided, self.division.owners, strict=True) if o == axis.index]
+        self._items = [*(item for item, _ in everywhere), *mine]
+        self._executor = Executor(
+            build_plan([item.spec for item in self._items], config, device=device),
+            axes,
+            nesterov=config.nesterov,
+            device=workspace.device,
+            workspace=workspace,
+        )
+        self._broadcast = WeightBroadcast(axis, self.division.owners, wire=wire, workspace=workspace)
+
+    @property
+    def num_orthogonalized(self) -> int:
+        """Matrices that this rank has orthogonalised since construction."""
+        return self._executor.num_orthogonalized
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of weights that are sent in a step, by all owners together, in float32."""
+        return _BYTES * sum(item.numel for item in self._divided)
+
+    def run(self, steps: Mapping[int, ParamStep | None]) -> None:
+        """Update the weights of one step.
+
+        Args:
+            steps: By parameter; its tensors are one-dimensional. None for one that is left alone, on all replicas.
+        """
+        self._executor.run([_stretch(item, steps.get(item.param)) for item in self._items])
+        present = [(item, steps.get(item.param)) for item in self._divided]
+        self._broadcast.run(
+            [step.weight[item.start : item.start + item.numel] if step is not None else _NONE for item, step in present]
+        )
+
+
+_NONE = torch.empty(0)
+
+
+def _stretch(item: Item, step: ParamStep | None) -> ParamStep | None:
+    if step is None:
+        return None
+    where = slice(item.start, item.start + item.numel)
+    return ParamStep(step.weight[where], step.grad[where], step.momentum[where], step.decay, step.lr, step.beta)
