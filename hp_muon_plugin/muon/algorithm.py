@@ -188,6 +188,32 @@ def padded_short(device: str, algorithm: Algorithm, short: int, long: int) -> in
     return short
 
 
+# Separate matrices: a call costs this much besides its products, and more where threads meet at its end
+# (on a machine that does nothing else; on a busy one they wait a hundred times as long). Measured, as TABLE is.
+_CALL_S = 3.5e-6
+_MEETING_S = 10e-6
+_COPY_BYTES_PER_S = 25e9  # in the cache, read and written bytes together
+
+
+def is_gathered(device: str, rows: int, cols: int, *, num_threads: int) -> bool:
+    """Whether separate float32 matrices of a shape are copied into one tensor before the first product.
+
+    It depends on nothing else, so that a matrix has the same result in any company.
+
+    Args:
+        device: ``cpu``, ``cuda``, ``npu``.
+        rows: Rows.
+        cols: Columns.
+        num_threads: Threads of a product.
+
+    Returns:
+        Whether a copy takes less time than the two calls that it saves for each matrix, for its Gram
+        matrix and for the first application. Elsewhere than on the CPU they always come as one tensor.
+    """
+    call_s = _CALL_S + (_MEETING_S if num_threads > 1 else 0.0)
+    return device == "cpu" and 2 * 4 * rows * cols / _COPY_BYTES_PER_S < 2 * call_s
+
+
 def load_table(path: Path) -> tuple[Rule, ...]:
     """Read a table that calibration wrote; rows for other devices keep their defaults.
 

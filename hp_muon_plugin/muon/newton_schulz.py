@@ -16,27 +16,30 @@ are padded with zeros, which changes nothing in their results. The input is read
 tall, in any strides; the last product writes the result where it belongs, or updates the weight.
 """
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from hp_muon_plugin.config.choices import NonFinite
-from hp_muon_plugin.muon.algorithm import Algorithm, Form
+from hp_muon_plugin.muon.algorithm import Algorithm, Form, is_gathered
 from hp_muon_plugin.muon.coefficients import Coefficients
+from hp_muon_plugin.muon.gathering import Place, gathered, is_returned
+from hp_muon_plugin.muon.inputs import Inputs
 from hp_muon_plugin.muon.precision import gram_precision, ieee_float32, settings
 from hp_muon_plugin.muon.prepared import Prepared, Runs, applied, prepare
 from hp_muon_plugin.muon.products import products_of, run_all
 from hp_muon_plugin.muon.runs import GramPrecision, segments
-from hp_muon_plugin.muon.scaling import is_in_range, largest_entry, refuse_non_finite, scaled, scaled_half
+from hp_muon_plugin.muon.scaling import is_in_range, refuse_non_finite
 from hp_muon_plugin.muon.small_matrices import SmallMatrices
 from hp_muon_plugin.muon.stack import Stack, Target, chunks
 from hp_muon_plugin.muon.workspace import Workspace
 
 __all__ = ["NewtonSchulz", "Stack", "Target", "orthogonalize"]
 
-_UNCHANGED = contextlib.nullcontext()
+# Precision, number of threads (chunks and copies depend on it), and shapes.
+_Key = tuple[float | int | torch.Size, ...]
+_ALONE = Place()
 
 
 class NewtonSchulz:
@@ -75,13 +78,13 @@ class NewtonSchulz:
         self._workspace = workspace or Workspace(device)
         self._max_bytes = max_workspace_bytes
         self._non_finite = non_finite
-        self._always_scales = device.type != "cpu" if always_scales is None else always_scales
-        self._num_non_finite = torch.zeros((), dtype=torch.int64, device=device)
         self._dtype: torch.dtype = getattr(torch, algorithm.dtype)
+        if always_scales is None:
+            always_scales = device.type != "cpu"
+        self._inputs = Inputs(self._workspace, self._dtype, non_finite, always_scales=always_scales)
         self._products = products_of(algorithm, self._workspace)
         self._runs: dict[GramPrecision, Runs] = {}
-        self._prepared: dict[GramPrecision, dict[tuple[torch.Size, ...], Prepared]] = {}
-        self._one_chunk: set[tuple[torch.Size, ...]] = set()
+        self._prepared: dict[_Key, Prepared] = {}
         self._version = self._workspace.version
         self._settings = settings(device)
 
@@ -105,7 +108,7 @@ class NewtonSchulz:
     @property
     def num_non_finite(self) -> int:
         """Matrices left out so far, with ``non_finite=skip``. Reading it waits for the device."""
-        return int(self._num_non_finite)
+        return int(self._inputs.num_non_finite)
 
     def __call__(self, stacks: Sequence[Stack]) -> None:
         """Orthogonalise all matrices and write the targets.
@@ -119,14 +122,11 @@ class NewtonSchulz:
         Raises:
             GradientError: With ``non_finite=error``, if a matrix has a NaN or infinite entry.
         """
-        present = [stack for stack in stacks if stack.x.numel()]
-        if not present:
-            return
         if torch.is_grad_enabled():
             with torch.no_grad():
-                self._run_all(present)
+                self._run_all(stacks)
         else:
-            self._run_all(present)
+            self._run_all(stacks)
 
     def gram(self, xs: Sequence[torch.Tensor]) -> torch.Tensor:
         """Gram matrices of matrices of one short side, not normalised.
@@ -142,7 +142,7 @@ class NewtonSchulz:
         """
         short = min(xs[0].shape[1:])
         out = torch.empty(sum(x.shape[0] for x in xs), short, short, device=self._device)
-        with self._exact():
+        with ieee_float32(self._settings):
             for x, piece in zip(xs, out.split([x.shape[0] for x in xs]), strict=True):
                 run_all(self._products.gram(x, piece))
         return out
@@ -160,7 +160,7 @@ class NewtonSchulz:
         """
         small = SmallMatrices(gram.shape[0], gram.shape[1], self._products, self._workspace)
         small.gram.copy_(gram)
-        with self._exact():
+        with ieee_float32(self._settings):
             if is_first:
                 run_all((*small.normalizer.measure, small.normalizer.guard, *small.normalizer.divide))
             program = small.run_program(run, is_first=is_first)
@@ -171,25 +171,47 @@ class NewtonSchulz:
 
     def _run_all(self, stacks: Sequence[Stack]) -> None:
         if self._non_finite is NonFinite.error:
-            refuse_non_finite([stack.x for stack in stacks])
-        with self._exact():
-            precision = self._precision()
-            shapes = tuple([stack.x.shape for stack in stacks])
-            if shapes in self._one_chunk:
-                self._run(stacks, shapes, precision)
-                return
-            cut = chunks(stacks, self._max_bytes, self._device)
-            if len(cut) == 1:
-                self._one_chunk.add(shapes)
-            for chunk in cut:
-                self._run(chunk, tuple([stack.x.shape for stack in chunk]), precision)
+            refuse_non_finite([stack.x for stack in stacks if stack.x.numel()])
+        if all([setting.is_ieee() for setting in self._settings]):
+            self._run_in_chunks(stacks, self.algorithm.precision)
+            return
+        with ieee_float32(self._settings):
+            self._run_in_chunks(stacks, self._precision())
 
-    def _run(self, chunk: Sequence[Stack], shapes: tuple[torch.Size, ...], precision: GramPrecision) -> None:
-        current = [self._copied(stack, position) for position, stack in enumerate(chunk)]
-        prepared = self._prepare(shapes, precision)
+    def _run_in_chunks(self, stacks: Sequence[Stack], precision: GramPrecision) -> None:
+        known = self._known(stacks, precision)
+        if known is not None:  # these shapes once were one chunk
+            self._run(stacks, known)
+            return
+        present = [stack for stack in stacks if stack.x.numel()]
+        for chunk in chunks(present, self._max_bytes, self._device) if present else ():
+            self._run(chunk, self._known(chunk, precision) or self._prepare(chunk, precision))
+
+    def _known(self, chunk: Sequence[Stack], precision: GramPrecision) -> Prepared | None:
+        self._drop_outdated()
+        return self._prepared.get(_key(chunk, precision))
+
+    def _prepare(self, chunk: Sequence[Stack], precision: GramPrecision) -> Prepared:
+        shapes = [stack.x.shape for stack in chunk]
+        threads = torch.get_num_threads()
+        apart = [is_gathered(self._device.type, *shape[1:], num_threads=threads) for shape in shapes]
+        prepared = prepare(shapes, apart, self._runs_of(precision), self._products, self._workspace, self._dtype)
+        self._drop_outdated()
+        self._prepared[_key(chunk, precision)] = prepared
+        return prepared
+
+    def _drop_outdated(self) -> None:
+        """Forget what was prepared on buffers that were replaced since: it would keep them alive."""
+        if self._version != self._workspace.version:
+            self._prepared.clear()
+            self._version = self._workspace.version
+
+    def _run(self, chunk: Sequence[Stack], prepared: Prepared) -> None:
+        current = self._inputs.read(chunk)
+        if prepared.places:
+            current = gathered(current, prepared.places)
         self._form(current, prepared)
         current = self._normalize(current, chunk, prepared)
-        run_all(prepared.first)
         program = prepared.program
         if prepared.carried:
             for x, q, out in zip(current, prepared.first_q, prepared.carried, strict=True):
@@ -199,20 +221,15 @@ class NewtonSchulz:
             if program.identity and any(target.keep for stack in chunk for target in stack.targets):
                 program.complete()
                 program = replace(program, identity=0.0)
-        for stack, x, q in zip(chunk, current, prepared.q, strict=True):
-            for target in stack.targets:
-                self._write(target, x, q, program.identity)
-
-    def _prepare(self, shapes: tuple[torch.Size, ...], precision: GramPrecision) -> Prepared:
-        if self._version != self._workspace.version:  # prepared views keep buffers that were replaced alive
-            self._prepared.clear()
-        known = self._prepared.setdefault(precision, {})
-        prepared = known.get(shapes)
-        if prepared is None:
-            prepared = prepare(shapes, self._runs_of(precision), self._products, self._workspace, self._dtype)
-            known[shapes] = prepared
-            self._version = self._workspace.version
-        return prepared
+        first = 0
+        for place in prepared.places or [_ALONE] * len(chunk):
+            members = range(first, first + place.count)
+            first += place.count
+            if place.count > 1 and not program.identity and is_returned(place, [chunk[index] for index in members]):
+                continue
+            for index in members:
+                for target in chunk[index].targets:
+                    self._write(target, current[index], prepared.q[index], program.identity)
 
     def _form(self, current: Sequence[torch.Tensor], prepared: Prepared) -> None:
         run_all(prepared.clear)
@@ -222,17 +239,13 @@ class NewtonSchulz:
     def _normalize(self, current: list[torch.Tensor], chunk: Sequence[Stack], prepared: Prepared) -> list[torch.Tensor]:
         normalizer = prepared.normalizer
         run_all(normalizer.measure)
-        is_scaled = self._always_scales or self._dtype is not torch.float32
-        if is_scaled or not is_in_range(normalizer.trace):
-            if not is_scaled:
-                current = [
-                    self._scaled(self._cleaned(x, position), stack, position)
-                    for position, (x, stack) in enumerate(zip(current, chunk, strict=True))
-                ]
+        if self._inputs.are_scaled or not is_in_range(normalizer.trace):
+            if not self._inputs.are_scaled:
+                current = self._inputs.rescaled(current, chunk)
                 self._form(current, prepared)
                 run_all(normalizer.measure)
             normalizer.guard()
-        run_all(normalizer.divide)
+        run_all(prepared.first)
         return current
 
     def _write(self, target: Target, x: torch.Tensor, q: torch.Tensor, identity: float) -> None:
@@ -242,6 +255,9 @@ class NewtonSchulz:
             beta = identity * target.scale
             if beta == 0.0:
                 addend, beta = out, target.keep
+            if beta == 0.0 and target.scale == 1.0:
+                torch.bmm(left, right, out=out)  # the same, with less around it
+                return
             torch.baddbmm(addend, left, right, beta=beta, alpha=target.scale, out=out)
             return
         product = self._workspace.take("product", tuple(out.shape), self._dtype)
@@ -251,34 +267,9 @@ class NewtonSchulz:
         else:
             out.mul_(target.keep).add_(product, alpha=target.scale)
 
-    def _copied(self, stack: Stack, position: int) -> torch.Tensor:
-        """The matrices in the type of the products and in range; themselves if they may be."""
-        x = stack.x
-        if self._dtype is not torch.float32:
-            copy = self._workspace.take(f"copied.{position}", tuple(x.shape), self._dtype)
-            scaled_half(self._cleaned(x, position), copy)
-            return copy
-        if x.dtype is not torch.float32:
-            x = self._workspace.take(f"copied.{position}", tuple(x.shape)).copy_(x)
-        return self._scaled(self._cleaned(x, position), stack, position) if self._always_scales else x
 
-    def _scaled(self, x: torch.Tensor, stack: Stack, position: int) -> torch.Tensor:
-        is_own = stack.is_scratch or x.data_ptr() != stack.x.data_ptr()
-        return scaled(x, x if is_own else self._workspace.take(f"scaled.{position}", tuple(x.shape)))
-
-    def _cleaned(self, x: torch.Tensor, position: int) -> torch.Tensor:
-        """With ``non_finite=skip``: a copy in which bad matrices are zero, and counted."""
-        if self._non_finite is not NonFinite.skip:
-            return x
-        is_bad = largest_entry(x.float()).isfinite().logical_not_()
-        self._num_non_finite.add_(is_bad.sum())
-        copy = self._workspace.take(f"cleaned.{position}", tuple(x.shape), x.dtype)
-        return copy.copy_(x).masked_fill_(is_bad, 0.0)
-
-    def _exact(self) -> contextlib.AbstractContextManager[None]:
-        if all(setting.is_ieee() for setting in self._settings):
-            return _UNCHANGED
-        return ieee_float32(self._settings)
+def _key(chunk: Sequence[Stack], precision: GramPrecision) -> _Key:
+    return (precision.unit, torch.get_num_threads(), *[stack.x.shape for stack in chunk])
 
 
 @torch.no_grad()

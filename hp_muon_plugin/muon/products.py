@@ -36,7 +36,13 @@ def run_all(operations: Iterable[Operation]) -> None:
 
 
 class Products(Protocol):
-    """The products that one algorithm uses."""
+    """The products that one algorithm uses.
+
+    Attributes:
+        is_mirroring: Whether blocks of the results are transposed into place on the CPU.
+    """
+
+    is_mirroring: bool
 
     def gram(self, x: torch.Tensor, out: torch.Tensor) -> list[Operation]:
         """``out = X X^T`` for wide, ``X^T X`` for tall matrices.
@@ -74,6 +80,8 @@ class Products(Protocol):
 class FullProducts:
     """Every entry is computed: batched products in one call each."""
 
+    is_mirroring = False
+
     def gram(self, x: torch.Tensor, out: torch.Tensor) -> list[Operation]:
         """See :class:`Products`."""
         left, right = (x, x.mT) if x.shape[1] <= x.shape[2] else (x.mT, x)
@@ -106,6 +114,8 @@ class BlockSymmetricProducts:
         num_blocks: Block rows.
         workspace: Where the scratch for mirroring comes from.
     """
+
+    is_mirroring = True
 
     def __init__(self, num_blocks: int, workspace: Workspace) -> None:
         self._num_blocks = num_blocks

@@ -6,6 +6,7 @@ are and on their short side. So it is written down once, as a list of calls, and
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -56,7 +57,8 @@ class SmallMatrices:
     """Buffers and programs for ``B`` small matrices.
 
     Four buffers of ``(B, m, m)`` are used, ``16 B m^2`` bytes in float32; two if every run has one step. Then
-    there is room to keep their rows from lying a power of two apart, which makes mirroring slow.
+    there is room to keep their rows from lying a power of two apart, which makes mirroring slow. Products
+    that mirror nothing are faster without: 3 % at 128.
 
     Args:
         count: ``B``.
@@ -78,32 +80,52 @@ class SmallMatrices:
         longest_run: int = 2,
     ) -> None:
         shape = (count, short, short)
-        take, num_spare = (workspace.take_padded, 1) if longest_run == 1 else (workspace.take, 3)
+        take = workspace.take_padded if longest_run == 1 and products.is_mirroring else workspace.take
         self.gram = take("gram", shape, dtype)
+        self._another = partial(take, "another", shape, dtype)
         self._products = products
-        self._spare = [take(f"small{i}", shape, dtype) for i in range(num_spare)]
+        self._spare = [take(f"small{i}", shape, dtype) for i in range(1 if longest_run == 1 else 3)]
+        # An addend is free on a device. On the CPU it is copied first, and the m numbers of a diagonal are
+        # fewer; half precision would lose bits of them.
+        self._keeps_identity_apart = workspace.device.type != "cpu" or dtype is not torch.float32
         self.normalizer = self._normalizer(workspace, count)
 
-    def run_program(self, run: Sequence[Coefficients], *, is_first: bool) -> RunProgram:
+    def two_grams(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """:attr:`gram` and another buffer like it, for programs that take turns.
+
+        A square matrix then needs no buffer of its own between runs of one step: once the factors of a run
+        are known, its Gram matrices may be overwritten with the matrices, and the next run uses the
+        other buffer. Three buffers stay in the cache instead of four.
+
+        Returns:
+            Two buffers, ``(B, m, m)`` each.
+        """
+        return self.gram, self._another()
+
+    def run_program(
+        self, run: Sequence[Coefficients], *, is_first: bool, gram: torch.Tensor | None = None
+    ) -> RunProgram:
         """The program of one run.
 
         Args:
             run: ``(a, b, c)`` of its steps.
             is_first: Whether the Gram matrices are those of the raw input, already divided by their
                 traces, so that the factors are scaled by ``1 / sqrt(trace)``.
+            gram: ``(B, m, m)``, where the Gram matrices are; None for :attr:`gram`.
 
         Returns:
-            The program; it uses :attr:`gram` as scratch.
+            The program; it uses the Gram matrices as scratch.
         """
-        spare, gram, products = list(self._spare), self.gram, self._products
+        spare, products = list(self._spare), self._products
+        gram = self.gram if gram is None else gram
         operations: list[Operation] = []
         is_mirrored = are_factors_mirrored(run)
-        is_apart = len(run) == 1 and not is_first
+        is_apart = len(run) == 1 and not is_first and self._keeps_identity_apart
         q: torch.Tensor | None = None
         for step, row in enumerate(run):
             a = row[0]
             z = spare.pop()  # b R + c R R, so that P = a I + Z is never formed
-            operations += self._without_identity(row, z)
+            operations += self._without_identity(row, gram, z)
             if step < len(run) - 1:
                 half = spare.pop()
                 operations += products.product(z, gram, gram, factor=a, out=half)
@@ -124,12 +146,12 @@ class SmallMatrices:
             operations.append(Operation(q.mul_, self.normalizer.root))
         return RunProgram(tuple(operations), q, run[0][0] if is_apart else 0.0, complete)
 
-    def _without_identity(self, row: Coefficients, out: torch.Tensor) -> list[Operation]:
+    def _without_identity(self, row: Coefficients, gram: torch.Tensor, out: torch.Tensor) -> list[Operation]:
         """``out = b R + c R R``."""
         _, b, c = row
         if c == 0.0:
-            return [Operation(torch.mul, self.gram, _scalar(b, out), out=out)]
-        return self._products.square(self.gram, linear=b, quadratic=c, out=out)
+            return [Operation(torch.mul, gram, _scalar(b, out), out=out)]
+        return self._products.square(gram, linear=b, quadratic=c, out=out)
 
     def _normalizer(self, workspace: Workspace, count: int) -> Normalizer:
         trace = workspace.take("trace", (count,))

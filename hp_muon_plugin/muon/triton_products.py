@@ -107,6 +107,8 @@ def symmetric_product(
 class TritonProducts:
     """See :class:`hp_muon_plugin.muon.products.Products`; one kernel per product."""
 
+    is_mirroring = False
+
     def gram(self, x: torch.Tensor, out: torch.Tensor) -> list[Operation]:
         """See :class:`Products`."""
         y = x if x.shape[1] <= x.shape[2] else x.mT
