@@ -187,7 +187,7 @@ class _Result:
             right_ratio=min(right, default=None),
             ratios=ratios,
             errors={OURS: self.races[0]["found"][ours]["error"], **errors},
-            notes=self._notes(ours, [ours, *peers]),
+            notes=self._notes(ours, [ours, *peers]) | (self._bound(ours, times) if clock == "wall" else {}),
         )
 
     def _case(self, ours: str) -> str:
@@ -202,9 +202,18 @@ class _Result:
         fast = self._least_bytes(ours, is_outer=False) / link if link else 0.0
         slow = self._least_bytes(ours, is_outer=True) / link if link else 0.0
         if self.testbed is not None and clock == "wall" and self.testbed.bytes_per_s:
-            least = min(self._sent(name, SLOW) for name in self.names)
-            fast, slow = 0.0, least / self.testbed.bytes_per_s
+            fast, slow = 0.0, min(self._sent(name, SLOW) for name in self.names) / self.testbed.bytes_per_s
         return max(alone.median(clock), fast + slow)
+
+    def _bound(self, ours: str, times: dict[str, Times]) -> dict[str, Any]:
+        """What a step over a limited link takes at least, and how far ours is from it."""
+        if self.testbed is None or not self.testbed.bytes_per_s:
+            return {}
+        alone, least = 1e3 * times[ALONE].median("wall"), min(self._sent(name, SLOW) for name in self.names)
+        slow = 1e3 * least / self.testbed.bytes_per_s
+        ratio = 1e3 * times[ours].median("wall") / max(alone, slow)
+        told = f"{ratio:.2f} x max(compute alone {alone:.4g} ms, slow-link bytes / rate {slow:.4g} ms)"
+        return {"bound": told}
 
     def _least_bytes(self, ours: str, *, is_outer: bool) -> float:
         """Bytes that leave a rank for the collectives of one step of ours, by the best algorithm."""

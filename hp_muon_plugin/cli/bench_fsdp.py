@@ -161,7 +161,8 @@ def _line(row: "Row") -> str:
     wrong = f"; WRONG: {row.notes['WRONG']}" if "WRONG" in row.notes else ""
     memory = ", ".join(f"{key} {value:.0f}" for key, value in row.notes.items() if key.startswith("peak"))
     sent = ", ".join(f"{key} {value}" for key, value in row.notes.items() if key.startswith("slow-link"))
-    told = "; ".join(text for text in (peers, memory, sent) if text)
+    bound = f"bound: ours is {row.notes['bound']}" if "bound" in row.notes else ""
+    told = "; ".join(text for text in (peers, memory, sent, bound) if text)
     return (
         f"{row.case}: ours {row.ours:.4g} ms {row.clock}, ratio {row.ratio:.2f}, floor {row.floor:.4g}; {told}{wrong}"
     )

@@ -15,9 +15,6 @@ from hp_muon_plugin.fsdp.bucket import Bucket
 from hp_muon_plugin.platform.collectives import AxisGroup
 from hp_muon_plugin.platform.wire import Handle, Wire, wait_for
 
-_GROUPS = 8  # so that all but the last eighth of what the slow link carries hides behind backward
-_LEAST_BYTES, _MOST_BYTES = 1 << 20, 32 << 20
-
 
 @dataclass(slots=True)
 class Segment:
@@ -120,19 +117,15 @@ class Group:
         """
         return self._owners.get(id(bucket))
 
-    def assign_owners(self, turn: int) -> None:
-        """Divide the parameters of each shard over replicas, in buffer order.
-
-        Depends on layouts only, so that all ranks of a shard group agree on the owner of a parameter.
+    def take_owners(self, owners: Sequence[int]) -> None:
+        """Learn which replica updates each parameter.
 
         Args:
-            turn: Number of the group. Where one parameter fills a shard, its owner changes from group to group.
+            owners: Places on the replicate axis, of all buckets' parameters in buffer order.
         """
-        place, size, total = 0, self.axis.size, max(1, self.grad.numel())
+        rest = iter(owners)
         for bucket in self.buckets:
-            centers = [place + _center(bucket, index) for index in range(len(bucket.parameters))]
-            self._owners[id(bucket)] = [(min(size - 1, center * size // total) + turn) % size for center in centers]
-            place += bucket.layout.shard_numel
+            self._owners[id(bucket)] = [next(rest) for _ in bucket.parameters]
         self.segments = list(self._segments())
 
     def _segments(self) -> Iterator[Segment]:
@@ -234,62 +227,3 @@ class Group:
         wait_for(self.weight_handles, "weights from their owners on {}", self.axis.axis)
         for bucket in self.buckets:
             bucket.adopt(self.owners(bucket) or [])
-
-
-def _center(bucket: Bucket, index: int) -> int:
-    """The middle of a parameter in the shard that holds most of it."""
-    spans = [bucket.layout.span(index, shard) for shard in range(bucket.shard_axis.size)]
-    shard = max(range(len(spans)), key=lambda shard: spans[shard][1] - spans[shard][0])
-    start, stop = spans[shard]
-    return bucket.layout.place_in_shard(index, shard) + (stop - start) // 2
-
-
-def make_groups(buckets: Sequence[Bucket], mode: OuterMode, least_bytes: int | None) -> list[Group]:
-    """Fuse neighbouring buckets.
-
-    Args:
-        buckets: Trainable buckets in the order in which backward reaches them.
-        mode: What replicas do.
-        least_bytes: A group is closed when it holds this much. None: see :class:`ScheduleOptions`.
-
-    Returns:
-        Groups; each bucket is in exactly one.
-    """
-    if least_bytes is None:
-        total = sum(bucket.layout.shard_numel * bucket.reduce_dtype.itemsize for bucket in buckets)
-        least_bytes = min(_MOST_BYTES, max(_LEAST_BYTES, total // _GROUPS))
-    groups: list[Group] = []
-    open_: dict[object, list[Bucket]] = {}  # of layers with experts, two kinds alternate
-    for bucket in buckets:
-        pending = open_.setdefault(_key(bucket), [])
-        pending.append(bucket)
-        if sum(b.layout.shard_numel for b in pending) * bucket.reduce_dtype.itemsize >= least_bytes:
-            groups.append(_group(open_.pop(_key(bucket)), mode, len(groups)))
-    for pending in open_.values():
-        groups.append(_group(pending, mode, len(groups)))
-    return groups
-
-
-def _key(bucket: Bucket) -> tuple[AxisGroup, AxisGroup, torch.dtype, torch.dtype, torch.dtype, float]:
-    mesh = bucket.mesh
-    dtypes = bucket.reduce_dtype, bucket.compute_dtype, bucket.master.dtype
-    return mesh.replicate, mesh.shard, *dtypes, bucket.divisor
-
-
-def _group(buckets: list[Bucket], mode: OuterMode, turn: int) -> Group:
-    first, axis = buckets[0], buckets[0].mesh.replicate
-    numel = sum(bucket.layout.shard_numel for bucket in buckets)
-    grad = torch.zeros(numel, dtype=first.reduce_dtype, device=first.master.device)
-    group = Group(buckets, axis, mode if axis.size > 1 else OuterMode.replicate, grad)
-    if group.mode is not OuterMode.replicate:
-        group.compute = torch.empty(numel, dtype=first.compute_dtype, device=first.master.device)
-    start = 0
-    for bucket in buckets:
-        stop = start + bucket.layout.shard_numel
-        bucket.attach_grad(grad[start:stop])
-        if group.compute is not None:
-            bucket.rebase(group.compute[start:stop])
-        start = stop
-    if group.compute is not None:
-        group.assign_owners(turn)
-    return group

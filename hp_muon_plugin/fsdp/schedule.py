@@ -16,7 +16,7 @@ from hp_muon_plugin.config.choices import OuterMode
 from hp_muon_plugin.fsdp.agreement import check_agreement, describe
 from hp_muon_plugin.fsdp.bucket import Bucket
 from hp_muon_plugin.fsdp.buffers import slots
-from hp_muon_plugin.fsdp.outer import make_groups
+from hp_muon_plugin.fsdp.grouping import make_groups
 from hp_muon_plugin.fsdp.parameter import Parameter
 from hp_muon_plugin.fsdp.policy import ScheduleOptions
 from hp_muon_plugin.fsdp.reducer import Reducer

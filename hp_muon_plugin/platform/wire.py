@@ -5,10 +5,10 @@ length. Sums are plain: nothing here averages, because HCCL only emulates averag
 first. An axis of one rank goes the same way as any other: its buffers are copied, its handles are
 finished. Empty buffers start no collective, as all ranks agree that they are empty.
 
-CPU tensors take their own route (gloo). Its reduce-scatter is an all-reduce of a clone, twice the
-bytes; there, shards are exchanged with one all-to-all and added by the rank that keeps them. Its
-reduce scatters and then gathers, half as many bytes again; there, the owner receives all and adds. Its
-all-gather waits for one neighbour at a time; a broadcast from each rank moves the same bytes.
+CPU tensors take their own route (gloo): all but all-reduce and all-to-all is messages that are under way at once
+(:mod:`hp_muon_plugin.platform.direct`). gloo's reduce-scatter is an all-reduce of a clone, twice the
+bytes; its reduce scatters and then gathers, half as many bytes again; its all-gather waits for one
+neighbour at a time. Here whoever keeps a sum receives all of it and adds.
 What is copied or summed here is written through ``.data``, so that autograd's version counters stay
 as they are, as with every collective of c10d.
 """
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from hp_muon_plugin.platform.collectives import AxisGroup, all_gather_function, reduce_scatter_function
+from hp_muon_plugin.platform.direct import broadcast, exchange, gather, others
 from hp_muon_plugin.platform.protocol import Collective, Handle, Wire
 from hp_muon_plugin.platform.scratch import Scratch
 
@@ -57,7 +58,8 @@ class C10dWire:
         if axis.group is None:
             return _copied(output, source)
         if output.device.type == "cpu":
-            return _gather_by_broadcasts(output, source, axis, axis.group)
+            _copied(output.view(axis.size, source.numel())[axis.index], source)
+            return _Pending(gather(output, source, axis, axis.group), (output, source))
         # (size - 1) / size of output arrives on each rank
         return _Pending([self._gather(output, source, group=axis.group, async_op=True)], (output, source))
 
@@ -69,7 +71,7 @@ class C10dWire:
         if axis.group is None:
             return _copied(output, source)
         if output.device.type == "cpu":
-            return self._exchange_and_sum(output, source, axis)
+            return self._exchange_and_sum(output, source, axis, axis.group)
         # (size - 1) / size of source leaves each rank
         work = self._scatter(output, source, op=dist.ReduceOp.SUM, group=axis.group, async_op=True)
         return _Pending([work], (output, source))
@@ -87,7 +89,7 @@ class C10dWire:
         if axis.group is None or tensor.numel() == 0:
             return Finished()
         if tensor.device.type == "cpu":
-            return self._collect_and_sum(tensor, owner_index, axis)
+            return self._collect_and_sum(tensor, owner_index, axis, axis.group)
         owner = dist.get_global_rank(axis.group, owner_index)
         # (size - 1) / size of tensor leaves each rank and arrives at the owner
         return _Pending([dist.reduce(tensor, owner, dist.ReduceOp.SUM, axis.group, async_op=True)], (tensor,))
@@ -97,6 +99,8 @@ class C10dWire:
         assert 0 <= owner_index < axis.size, (owner_index, axis)
         if axis.group is None or tensor.numel() == 0:
             return Finished()
+        if tensor.device.type == "cpu":
+            return _Pending(broadcast(tensor, owner_index, axis, axis.group), (tensor,))
         owner = dist.get_global_rank(axis.group, owner_index)
         # all of tensor arrives at each rank but the owner
         return _Pending([dist.broadcast(tensor, owner, axis.group, async_op=True)], (tensor,))
@@ -112,44 +116,51 @@ class C10dWire:
         work = dist.all_to_all_single(output, source, list(received), list(sent), group=axis.group, async_op=True)
         return _Pending([work], (output, source))
 
-    def _exchange_and_sum(self, output: torch.Tensor, source: torch.Tensor, axis: AxisGroup) -> Handle:
-        scratch = self._scratch.take(source.numel(), source.dtype)  # (size * n,)
+    def _exchange_and_sum(
+        self, output: torch.Tensor, source: torch.Tensor, axis: AxisGroup, group: dist.ProcessGroup
+    ) -> Handle:
+        rows = list(source.view(axis.size, output.numel()))
+        scratch = self._scratch.take((axis.size - 1) * output.numel(), source.dtype)
+        arriving = dict(zip(others(axis), scratch.view(axis.size - 1, output.numel()), strict=True))
         # (size - 1) / size of source leaves each rank, half of what gloo's own reduce-scatter sends
-        work = dist.all_to_all_single(scratch, source, group=axis.group, async_op=True)
+        works = exchange(group, {place: rows[place] for place in arriving}, arriving)
 
         def add() -> None:
-            self._sum_rows(output, scratch.view(axis.size, output.numel()))
+            self._sum_rows(output, [arriving.get(place, row) for place, row in enumerate(rows)])
             self._scratch.give(scratch)
 
-        return _Pending([work], (output, source), add)
+        return _Pending(works, (output, source), add)
 
-    def _collect_and_sum(self, tensor: torch.Tensor, owner_index: int, axis: AxisGroup) -> Handle:
-        is_owner = axis.index == owner_index
-        scratch = self._scratch.take(axis.size * tensor.numel() if is_owner else 0, tensor.dtype)
-        sent = [tensor.numel() if index == owner_index else 0 for index in range(axis.size)]
-        received = [tensor.numel() if is_owner else 0] * axis.size
+    def _collect_and_sum(
+        self, tensor: torch.Tensor, owner_index: int, axis: AxisGroup, group: dist.ProcessGroup
+    ) -> Handle:
         # all of tensor leaves each rank but the owner; gloo's own reduce sends half as much again
-        work = dist.all_to_all_single(scratch, tensor, received, sent, group=axis.group, async_op=True)
+        if axis.index != owner_index:
+            return _Pending(exchange(group, {owner_index: tensor}, {}), (tensor,))
+        scratch = self._scratch.take((axis.size - 1) * tensor.numel(), tensor.dtype)
+        arriving = dict(zip(others(axis), scratch.view(axis.size - 1, tensor.numel()), strict=True))
+        works = exchange(group, {}, arriving)
 
         def add() -> None:
-            if is_owner:
-                self._sum_rows(tensor, scratch.view(axis.size, tensor.numel()))
+            self._sum_rows(tensor, [arriving.get(place, tensor) for place in range(axis.size)])
             self._scratch.give(scratch)
 
-        return _Pending([work], (tensor,), add)
+        return _Pending(works, (tensor,), add)
 
-    def _sum_rows(self, output: torch.Tensor, rows: torch.Tensor) -> None:
-        partial = self._scratch.take(SUM_BLOCK, torch.float32) if output.dtype in _HALVES else None
+    def _sum_rows(self, output: torch.Tensor, rows: list[torch.Tensor]) -> None:
+        """Add two rows or more, in this order; ``output`` may be one of them."""
+        is_half = output.dtype in _HALVES
+        block = self._scratch.take(SUM_BLOCK, torch.float32 if is_half else output.dtype)
+        in_place = not is_half and all(row is not output for row in rows[1:])
         for start in range(0, output.numel(), SUM_BLOCK):
             part = output.data[start : start + SUM_BLOCK]
-            total = part if partial is None else partial[: part.numel()]
-            total.copy_(rows[0, start : start + SUM_BLOCK])
+            total = part if in_place else block[: part.numel()]
+            total.copy_(rows[0][start : start + SUM_BLOCK])
             for row in rows[1:]:
                 total.add_(row[start : start + SUM_BLOCK])
-            if partial is not None:
+            if not in_place:
                 part.copy_(total)
-        if partial is not None:
-            self._scratch.give(partial)
+        self._scratch.give(block)
 
 
 class _Pending:
@@ -184,22 +195,6 @@ def _copied(output: torch.Tensor, source: torch.Tensor) -> Handle:
     if output.data_ptr() != source.data_ptr():
         output.data.copy_(source)
     return Finished()
-
-
-def _gather_by_broadcasts(
-    output: torch.Tensor, source: torch.Tensor, axis: AxisGroup, group: dist.ProcessGroup
-) -> Handle:
-    slices = output.view(axis.size, source.numel())
-    _copied(slices[axis.index], source)
-    # (size - 1) / size of output arrives on each rank
-    return _Pending([_broadcast(group, slices[index], index) for index in range(axis.size)], (output, source))
-
-
-def _broadcast(group: dist.ProcessGroup, tensor: torch.Tensor, owner_index: int) -> dist.Work:
-    """``dist.broadcast`` without its checks, which take longer than the call for the units of small layers."""
-    options = dist.BroadcastOptions()
-    options.rootRank, options.rootTensor, options.asyncOp = owner_index, 0, True
-    return group.broadcast([tensor], options)
 
 
 def wait_for(handles: list[Handle], what: str, name: str) -> None:
