@@ -1,5 +1,7 @@
 """What ``run.dry=true`` prints: ranks, batches, routing, and the Muon step of the busiest rank."""
 
+from collections import Counter
+
 from hp_muon_plugin.cli.shard_text import crossing_lines, muon_lines, shard_lines
 from hp_muon_plugin.config.checks import data_parallel_size
 from hp_muon_plugin.config.data_parallel import HpFsdp
@@ -7,8 +9,10 @@ from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.config.trainer import Train
 from hp_muon_plugin.layout.spec import ParamSpec
 from hp_muon_plugin.models.gpt_specs import gpt_specs, padded_vocab_size, stage_specs
+from hp_muon_plugin.muon.pieces import Strategy
 from hp_muon_plugin.muon.plan import MuonPlan, build_plan
 from hp_muon_plugin.muon.routing import Algorithm, route_parameters
+from hp_muon_plugin.muon.stage import Stage
 from hp_muon_plugin.muon.table import format_table, table_rows
 from hp_muon_plugin.train.text import vocabulary_size
 
@@ -89,7 +93,7 @@ def _muon_lines(config: Train, specs: list[ParamSpec], options: HpMuon, world_si
     return [
         format_table(table_rows(routes, options)),
         "",
-        f"Muon step of a rank of pipeline stage {busiest} (the busiest):",
+        f"Muon step of a rank of pipeline stage {busiest} (the busiest), optimizer.tp_mode={options.tp_mode}:",
         *_plan_lines(plans[busiest]),
     ]
 
@@ -101,9 +105,35 @@ def _plan_lines(plan: MuonPlan) -> list[str]:
         f"{plan.received_bytes / 2**20:.3f} MiB received"
     ]
     for stage in plan.stages:
-        how = f"all-gather over {stage.axis} ({stage.size} ranks)" if stage.axis else "whole on every rank"
-        lines.append(f"  {how}:")
+        lines.append(f"  {_stage_text(plan, stage)}:")
+        for why, count in Counter(plan.pieces[index].why for index in stage.pieces).items():
+            if why:
+                lines.append(f"    {count} because {why}")
         for batch in stage.batches:
             shapes = ", ".join(f"{family.count}x[{family.rows},{family.cols}]" for family in batch.families)
-            lines.append(f"    short side {batch.short}, {batch.algorithm}: {shapes}")
+            whose = "" if batch.owner is None else f"rank {batch.owner}: "
+            lines.append(f"    {whose}short side {batch.short}, {batch.algorithm}: {shapes}")
     return lines
+
+
+_HOW = {
+    Strategy.local: "whole on the rank, nothing sent",
+    Strategy.gather: "made whole on every rank",
+    Strategy.gram: "never gathered, Gram matrices summed",
+    Strategy.owner: "each made whole on one rank that owns it",
+    Strategy.blockwise: "every rank's slice by itself: an approximation, not Muon's update",
+}
+
+
+def _stage_text(plan: MuonPlan, stage: Stage) -> str:
+    """How the matrices of a stage are orthogonalised, what is sent, and the work of a rank."""
+    places = range(stage.size)
+    busiest = max(places, key=lambda index: (stage.received_bytes_of(index), -index))
+    sent = [
+        f"{sent.num_calls}x {str(sent.kind).replace('_', '-')} ({sent.received_bytes:,} bytes received)"
+        for sent in stage.collectives(busiest)
+    ]
+    over = f" over {stage.axis} ({stage.size} ranks): {', '.join(sent)}" if stage.axis else ""
+    work = [plan.flops_of(stage, index) for index in places]
+    spread = f", {max(work) * len(work) / sum(work):.2f} times the mean" if stage.owners and sum(work) else ""
+    return f"{_HOW[stage.strategy]}{over}; {max(work) / 1e9:.3f} GFLOP{spread}"

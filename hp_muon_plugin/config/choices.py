@@ -39,9 +39,12 @@ class FloatDtype(StrEnum):
 
 
 class TensorParallelMode(StrEnum):
-    """How a matrix that is split over tensor-parallel ranks is orthogonalised."""
+    """How a matrix that is split over tensor-parallel ranks is orthogonalised. All but ``blockwise`` are exact."""
 
     duplicated = "duplicated"
+    distributed = "distributed"
+    owner = "owner"
+    blockwise = "blockwise"
 
 
 class Strategy(StrEnum):

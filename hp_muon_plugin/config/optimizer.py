@@ -78,7 +78,9 @@ class HpMuon:
     max_peers: int | None = number(None, least=1, example=64)
     """Most ranks that one exchanges all-to-all messages with, where connections are scarce; null: no limit."""
     tp_mode: TensorParallelMode = TensorParallelMode.duplicated
-    """How tensor-parallel matrices are made whole."""
+    """How matrices that are cut over tensor-parallel ranks are orthogonalised (docs/concepts.md): ``duplicated``
+    gathers them on every rank, ``distributed`` sums Gram matrices, ``owner`` sends each to one rank and the result
+    back; ``blockwise`` takes every rank's slice for a matrix, which is another optimizer."""
     muon_params: list[str] = field(default_factory=list)
     """Shell patterns of parameter names that Muon takes although their role says AdamW."""
     adamw_params: list[str] = field(default_factory=list)

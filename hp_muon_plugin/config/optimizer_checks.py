@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from hp_muon_plugin.config.choices import ScaleMode, Schedule
+from hp_muon_plugin.config.choices import FloatDtype, ScaleMode, Schedule, TensorParallelMode
 from hp_muon_plugin.config.optimizer import AdamW, HpMuon
 from hp_muon_plugin.errors import ConfigError
 
@@ -22,6 +22,7 @@ def optimizer_errors(config: HpMuon | AdamW) -> Iterator[ConfigError]:
         yield from _betas_errors("optimizer.adamw.betas", config.adamw.betas)
         yield from _adamw_lr_errors(config)
         yield from _schedule_errors(config)
+        yield from _tp_mode_errors(config)
     else:
         given = type(config).__name__
         yield ConfigError("optimizer", given, "is not an optimizer of ours", "optimizer=hp_muon or optimizer=adamw")
@@ -62,3 +63,13 @@ def _schedule_errors(config: HpMuon) -> Iterator[ConfigError]:
     for row in config.coefficients or []:
         if len(row) != 3:
             yield ConfigError("optimizer.coefficients", row, "a row has three numbers", "write [a,b,c]")
+
+
+def _tp_mode_errors(config: HpMuon) -> Iterator[ConfigError]:
+    if config.tp_mode is TensorParallelMode.distributed and config.ns_dtype not in (None, FloatDtype.float32):
+        yield ConfigError(
+            "optimizer.ns_dtype",
+            config.ns_dtype,
+            "optimizer.tp_mode=distributed sums and iterates float32 Gram matrices",
+            "leave optimizer.ns_dtype out, or take optimizer.tp_mode=owner",
+        )

@@ -52,6 +52,7 @@ _SCHEDULES = {
     "cans": Schedule.cans,
     "deepseekv4": Schedule.deepseek_v4,
 }
+_TP_MODES = ("duplicated", "distributed", "blockwise")
 COUNTERPARTS: tuple[Counterpart, ...] = (
     Counterpart("muon_momentum", "momentum"),
     Counterpart("muon_use_nesterov", "nesterov"),  # 0.16 and 0.17
@@ -61,7 +62,7 @@ COUNTERPARTS: tuple[Counterpart, ...] = (
     Counterpart("muon_extra_scale_factor", "scale_factor"),
     Counterpart("muon_coefficient_type", "schedule", _SCHEDULES),
     Counterpart("muon_num_ns_steps", "steps"),
-    Counterpart("muon_tp_mode", "tp_mode", {"duplicated": TensorParallelMode.duplicated}),
+    Counterpart("muon_tp_mode", "tp_mode", {mode: TensorParallelMode(mode) for mode in _TP_MODES}),
 )
 
 # Refused where they differ from Megatron's default: name, why, fix.

@@ -128,20 +128,21 @@ class NewtonSchulz:
         else:
             self._run_all(stacks)
 
-    def gram(self, xs: Sequence[torch.Tensor]) -> torch.Tensor:
+    def gram(self, xs: Sequence[torch.Tensor], *, out: torch.Tensor | None = None) -> torch.Tensor:
         """Gram matrices of matrices of one short side, not normalised.
 
-        Gram matrices add over slices of the long side, so ranks that hold such slices all-reduce
-        these ``m * m`` numbers instead of gathering the matrices.
+        They add over slices of the long side: ranks all-reduce ``m * m`` numbers, and gather nothing.
 
         Args:
             xs: Each ``(B_i, M_i, N_i)`` float32, any strides.
+            out: ``(sum B_i, m, m)`` float32. None: new, ``m`` the short side. ``m`` rows: of ``X X^T``.
 
         Returns:
-            ``(sum B_i, m, m)`` float32, a new tensor.
+            ``out``.
         """
-        short = min(xs[0].shape[1:])
-        out = torch.empty(sum(x.shape[0] for x in xs), short, short, device=self._device)
+        if out is None:
+            short = min(xs[0].shape[1:])
+            out = torch.empty(sum(x.shape[0] for x in xs), short, short, device=self._device)
         with ieee_float32(self._settings):
             for x, piece in zip(xs, out.split([x.shape[0] for x in xs]), strict=True):
                 run_all(self._products.gram(x, piece))

@@ -45,11 +45,11 @@ class Products(Protocol):
     is_mirroring: bool
 
     def gram(self, x: torch.Tensor, out: torch.Tensor) -> list[Operation]:
-        """``out = X X^T`` for wide, ``X^T X`` for tall matrices.
+        """``out = X X^T`` where ``out`` has as many rows as ``X``, otherwise ``X^T X``.
 
         Args:
             x: ``(B, M, N)``, any strides.
-            out: ``(B, m, m)`` with ``m = min(M, N)``.
+            out: ``(B, m, m)`` with ``m`` one of ``M`` and ``N``.
         """
 
     def square(self, r: torch.Tensor, *, linear: float, quadratic: float, out: torch.Tensor) -> list[Operation]:
@@ -84,7 +84,7 @@ class FullProducts:
 
     def gram(self, x: torch.Tensor, out: torch.Tensor) -> list[Operation]:
         """See :class:`Products`."""
-        left, right = (x, x.mT) if x.shape[1] <= x.shape[2] else (x.mT, x)
+        left, right = (x, x.mT) if x.shape[1] == out.shape[1] else (x.mT, x)
         return [Operation(torch.bmm, left, right, out=out)]
 
     def square(self, r: torch.Tensor, *, linear: float, quadratic: float, out: torch.Tensor) -> list[Operation]:
@@ -124,7 +124,7 @@ class BlockSymmetricProducts:
 
     def gram(self, x: torch.Tensor, out: torch.Tensor) -> list[Operation]:
         """See :class:`Products`."""
-        y = x if x.shape[1] <= x.shape[2] else x.mT
+        y = x if x.shape[1] == out.shape[1] else x.mT
         operations = [
             Operation(torch.bmm, y[:, rows], y[:, cols].mT, out=out[:, rows, cols])
             for rows, cols in self._blocks(out.shape[1])

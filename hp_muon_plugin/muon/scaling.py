@@ -65,8 +65,33 @@ def scaled(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     Returns:
         ``out``.
     """
-    power = largest_entry(x).view(torch.int32).bitwise_and(_EXPONENT_BITS).view(torch.float32)
-    return torch.div(x, power.clamp(min=_SMALLEST_POWER), out=out)
+    return divide_by_power(x, exponent_bits(x), out)
+
+
+def exponent_bits(x: torch.Tensor) -> torch.Tensor:
+    """The power of two below the largest entry of every matrix, as the bits of a float32.
+
+    Args:
+        x: ``(B, M, N)`` float32, any strides.
+
+    Returns:
+        ``(B, 1, 1)`` int32; larger for larger entries, and largest where one is infinite or NaN.
+    """
+    return largest_entry(x).view(torch.int32).bitwise_and(_EXPONENT_BITS)
+
+
+def divide_by_power(x: torch.Tensor, bits: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Divide every matrix by a power of two, exactly.
+
+    Args:
+        x: ``(B, M, N)`` float32, any strides.
+        bits: ``(B, 1, 1)`` from :func:`exponent_bits`.
+        out: Receives the result; may be ``x``.
+
+    Returns:
+        ``out``.
+    """
+    return torch.div(x, bits.view(torch.float32).clamp(min=_SMALLEST_POWER), out=out)
 
 
 def scaled_half(x: torch.Tensor, out: torch.Tensor) -> None:
@@ -79,7 +104,7 @@ def scaled_half(x: torch.Tensor, out: torch.Tensor) -> None:
         x: ``(B, M, N)``, any floating type and strides; not changed.
         out: ``(B, M, N)`` float16 or bfloat16.
     """
-    power = largest_entry(x.float()).view(torch.int32).bitwise_and(_EXPONENT_BITS).view(torch.float32)
+    power = exponent_bits(x.float()).view(torch.float32)
     halvings = math.ceil(math.log2(max(x.shape[1:])) / 2)
     # two divisions: the second keeps the product of the divisors inside float32
     out.copy_(torch.div(x, power.clamp(min=_SMALLEST_POWER)).mul_(2.0**-halvings))

@@ -111,7 +111,7 @@ class TritonProducts:
 
     def gram(self, x: torch.Tensor, out: torch.Tensor) -> list[Operation]:
         """See :class:`Products`."""
-        y = x if x.shape[1] <= x.shape[2] else x.mT
+        y = x if x.shape[1] == out.shape[1] else x.mT
         return [Operation(symmetric_product, y, y.mT, out)]
 
     def square(self, r: torch.Tensor, *, linear: float, quadratic: float, out: torch.Tensor) -> list[Operation]:

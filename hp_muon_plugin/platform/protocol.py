@@ -1,23 +1,14 @@
 """What the engine and the optimizer ask of a network; :mod:`hp_muon_plugin.platform.wire` does it."""
 
 from collections.abc import Sequence
-from enum import StrEnum
 from typing import Protocol
 
 import torch
 
 from hp_muon_plugin.platform.collectives import AxisGroup
+from hp_muon_plugin.platform.kinds import Collective
 
-
-class Collective(StrEnum):
-    """What a wire does."""
-
-    ALL_GATHER = "all_gather"
-    REDUCE_SCATTER = "reduce_scatter"
-    ALL_REDUCE = "all_reduce"
-    REDUCE = "reduce"
-    BROADCAST = "broadcast"
-    ALL_TO_ALL = "all_to_all"
+__all__ = ["Collective", "Handle", "Wire"]
 
 
 class Handle(Protocol):

@@ -87,6 +87,8 @@ def test_options_of_megatrons_own_muon_are_taken() -> None:
     assert found.nesterov
     found = resolve_options({"adamw": {"lr": 1e-3}}, optimizer_config(muon_scale_mode="unit_rms_norm"))
     assert found.scale is ScaleMode.unit_rms
+    for mode in ("duplicated", "distributed", "blockwise"):
+        assert resolve_options(None, optimizer_config(muon_tp_mode=mode)).tp_mode == mode
     defaults = resolve_options(None, optimizer_config())
     assert (defaults.momentum, defaults.scale, defaults.steps) == (0.95, ScaleMode.match_rms_adamw, None)
     assert resolve_options({"momentum": 0.7}, optimizer_config(muon_momentum=0.8)).momentum == 0.7
@@ -110,7 +112,6 @@ def test_coefficients_have_our_names() -> None:
         ({"decoupled_weight_decay": False}, (0, 16)),
         ({"overlap_param_gather": True}, (0, 16)),
         ({"muon_fp32_matmul_prec": "high"}, (0, 16)),
-        ({"muon_tp_mode": "distributed"}, (0, 16)),
         ({"use_layer_wise_distributed_optimizer": True}, (0, 19)),
         ({"muon_scalar_optimizer": "lion"}, (0, 19)),
         ({"optimizer_cuda_graph": True}, (0, 19)),

@@ -11,6 +11,7 @@ from hp_muon_plugin.layout import fused
 from hp_muon_plugin.layout.spec import ParamSpec, Role, plain_matrix, stacked_matrices
 from hp_muon_plugin.muon.executor import Executor, ParamStep
 from hp_muon_plugin.muon.plan import build_plan
+from hp_muon_plugin.muon.stage_tools import apply_updates
 from muon.ns_inputs import gaussian
 from muon.test_newton_schulz import Counter
 
@@ -96,3 +97,11 @@ def test_nothing_to_update_runs_nothing(by_lists: bool) -> None:
     executor = Executor(plan, {}, nesterov=True, device=CPU, is_fused_by_lists=by_lists)
     executor.run([None] * len(plan.params))
     assert executor.num_orthogonalized == 0
+
+
+def test_decay_of_half_precision_weights_is_not_rounded_to_their_type() -> None:
+    """torch's slow path for lists rounds factors to bfloat16: 0.99 to 0.9883, and 0.999 to 1."""
+    weight, update = torch.linspace(1, 2, 100).bfloat16(), torch.zeros(100)
+    wanted = weight.clone().mul_(0.99)
+    apply_updates([weight], [0.99], [update], [1.0])
+    assert torch.equal(weight, wanted)

@@ -20,7 +20,7 @@ def test_matrices_of_one_short_side_share_a_batch_wide_and_tall() -> None:
     (stage,) = plan.stages
     (batch,) = stage.batches
     assert (batch.short, batch.count, str(batch.algorithm)) == (24, 4, "gram float32")
-    assert [(f.rows, f.cols, [p.param for p in f.parts]) for f in batch.families] == [
+    assert [(f.rows, f.cols, [p.piece for p in f.parts]) for f in batch.families] == [
         (24, 48, [0, 2]),
         (24, 99, [3]),
         (72, 24, [1]),
@@ -52,7 +52,7 @@ def test_whole_parameters_need_no_communication_and_split_ones_one_gather() -> N
     plan = build_plan([spec("a", 8, 16), spec("b", 8, 16, tp=4), spec("c", 16, 8, tp=4)], HpMuon())
     whole, gathered = plan.stages
     assert (whole.axis, whole.received_bytes) == (None, 0)
-    assert (gathered.axis, gathered.size, gathered.params) == ("tp", 4, (1, 2))
+    assert (gathered.axis, gathered.size, gathered.pieces) == ("tp", 4, (1, 2))
     assert gathered.received_bytes == 4 * (32 + 32) * 3
     assert plan.received_bytes == gathered.received_bytes
 
@@ -60,7 +60,7 @@ def test_whole_parameters_need_no_communication_and_split_ones_one_gather() -> N
 def test_stages_and_batches_respect_the_workspace_limit() -> None:
     specs = [spec(f"w{i}", 64, 64, tp=2) for i in range(10)]
     plan = build_plan(specs, HpMuon(), max_stage_bytes=4 * 64 * 64 * 3)
-    assert [len(stage.params) for stage in plan.stages] == [3, 3, 3, 1]
+    assert [len(stage.pieces) for stage in plan.stages] == [3, 3, 3, 1]
     plan = build_plan([spec(f"w{i}", 64, 64) for i in range(10)], HpMuon(), max_batch_bytes=4 * 64 * 64 * 2)
     assert [batch.count for batch in plan.stages[0].batches] == [2] * 5
 
@@ -90,7 +90,7 @@ def test_every_matrix_is_planned_exactly_once(shapes: list[tuple[int, int, bool]
         specs.append(ParamSpec(f"w{index}", Role.matrix, view.factors, view=view))
     plan = build_plan(specs, HpMuon(), max_batch_bytes=400)
     families = [family for stage in plan.stages for batch in stage.batches for family in batch.families]
-    planned = [(part.param, part.part) for family in families for part in family.parts]
+    planned = [(part.piece, part.part) for family in families for part in family.parts]
     assert all(part.rows == family.rows and part.cols == family.cols for family in families for part in family.parts)
     assert sorted(planned) == [(i, p) for i, s in enumerate(specs) for p in range(len(s.view.parts))]  # type: ignore[union-attr]
     assert plan == build_plan(specs, HpMuon(), max_batch_bytes=400)
