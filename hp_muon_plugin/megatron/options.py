@@ -52,7 +52,7 @@ _SCHEDULES = {
     "cans": Schedule.cans,
     "deepseekv4": Schedule.deepseek_v4,
 }
-_TP_MODES = ("duplicated", "distributed", "blockwise")
+_TP_MODES = ("duplicated", "distributed")  # blockwise is the default of OptimizerConfig, so that it never counts
 COUNTERPARTS: tuple[Counterpart, ...] = (
     Counterpart("muon_momentum", "momentum"),
     Counterpart("muon_use_nesterov", "nesterov"),  # 0.16 and 0.17

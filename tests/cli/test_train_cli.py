@@ -104,6 +104,23 @@ def test_every_model_has_a_plan(tmp_path: Path) -> None:
     assert "experts" not in dense.stdout.partition("parameter ")[2]
 
 
+def test_plan_says_how_tensor_parallel_matrices_go_and_what_that_sends(tmp_path: Path) -> None:
+    arguments = ["model=tiny_dense", "topology.ranks=2", "topology.tp=2"]
+    modes = "optimizer.tp_mode=duplicated,distributed,owner,blockwise"
+    done = hp_muon("train", "--dry-run", "-m", *arguments, modes, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    text = done.stdout.split("(the busiest), optimizer.tp_mode=")[1:]
+    assert "made whole on every rank over tp (2 ranks): 1x all-gather (" in text[0]
+    assert "never gathered, Gram matrices summed over tp (2 ranks): 1x all-gather (" in text[1]
+    assert re.search(r"1x all-reduce \([\d,]+ bytes received\); ", text[1])
+    assert re.search(r"\d+ because cut along the short side \(\d+\)", text[1])
+    assert "each made whole on one rank that owns it over tp (2 ranks): 2x all-to-all (" in text[2]
+    assert "times the mean:\n    rank 0: short side" in text[2]
+    assert "an approximation, not Muon's update" in text[3]
+    refused = hp_muon("plan", *arguments, "optimizer.tp_mode=ring", folder=tmp_path)
+    assert "expected one of [duplicated, distributed, owner, blockwise]" in refused.stderr
+
+
 def test_hydras_flags_stand_anywhere(tmp_path: Path) -> None:
     """`-m` behind an override was "unrecognized arguments"."""
     done = hp_muon("train", "run.steps=50", "-m", "optimizer.lr=0.1,0.2", "run.dry=true", folder=tmp_path)

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from hp_muon_plugin.config.checks import check_optimizer, check_train
-from hp_muon_plugin.config.choices import DataKind, Precision, ScaleMode, Schedule
+from hp_muon_plugin.config.choices import DataKind, FloatDtype, Precision, ScaleMode, Schedule, TensorParallelMode
 from hp_muon_plugin.config.optimizer import AdamW, HpMuon
 from hp_muon_plugin.config.options import from_options
 from hp_muon_plugin.config.trainer import MLA, MoE, Train
@@ -56,6 +56,10 @@ def test_the_defaults_are_valid() -> None:
         ({"optimizer__adamw__betas": [0.9]}, "optimizer.adamw.betas"),
         ({"optimizer__adamw__betas": [0.9, 1.0]}, "optimizer.adamw.betas"),
         ({"optimizer__scale": ScaleMode.none}, "optimizer.adamw.lr"),
+        (
+            {"optimizer__tp_mode": TensorParallelMode.distributed, "optimizer__ns_dtype": FloatDtype.float16},
+            "optimizer.ns_dtype",
+        ),
         ({"optimizer__schedule": Schedule.custom}, "optimizer.coefficients"),
         ({"optimizer__coefficients": [[1.0, 2.0, 3.0]]}, "optimizer.coefficients"),
         ({"optimizer__steps": 0}, "optimizer.steps"),

@@ -87,10 +87,11 @@ def test_options_of_megatrons_own_muon_are_taken() -> None:
     assert found.nesterov
     found = resolve_options({"adamw": {"lr": 1e-3}}, optimizer_config(muon_scale_mode="unit_rms_norm"))
     assert found.scale is ScaleMode.unit_rms
-    for mode in ("duplicated", "distributed", "blockwise"):
-        assert resolve_options(None, optimizer_config(muon_tp_mode=mode)).tp_mode == mode
+    assert resolve_options(None, optimizer_config(muon_tp_mode="distributed")).tp_mode == "distributed"
+    assert resolve_options({"tp_mode": "owner"}, optimizer_config(muon_tp_mode="distributed")).tp_mode == "owner"
     defaults = resolve_options(None, optimizer_config())
     assert (defaults.momentum, defaults.scale, defaults.steps) == (0.95, ScaleMode.match_rms_adamw, None)
+    assert defaults.tp_mode == "duplicated"  # Megatron's own default, blockwise, is not taken
     assert resolve_options({"momentum": 0.7}, optimizer_config(muon_momentum=0.8)).momentum == 0.7
 
 

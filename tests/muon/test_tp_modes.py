@@ -9,6 +9,7 @@ from dist_pool import run_ranks
 from hp_muon_plugin.config.choices import Schedule, TensorParallelMode
 from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.layout.spec import plain_matrix
+from hp_muon_plugin.muon.optimizer import HpMuonOptimizer
 from hp_muon_plugin.muon.pieces import Strategy
 from hp_muon_plugin.muon.reference import reference_newton_schulz
 from tests.muon.tp_steps import WEIGHTS, Job, counted, run_job
@@ -162,3 +163,18 @@ def test_blockwise_is_the_polar_factor_of_each_slice_and_sends_nothing() -> None
     update = torch.cat([0.2 * 24**0.5 * reference_newton_schulz(piece, coefficients) for piece in slices], dim=1)
     wanted = job.values("w", 0).double() * (1 - 0.1 * 0.1) - 0.1 * update
     torch.testing.assert_close(job.whole("w", results).double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_blockwise_warns_once(caplog: pytest.LogCaptureFixture) -> None:
+    from hp_muon_plugin.muon import optimizer as module
+
+    module._warn_of_blockwise.cache_clear()
+    for mode in (BLOCKWISE, BLOCKWISE, OWNER):
+        for size in (1, 2):
+            (spec,) = Job(HpMuon(), weights={"w": WEIGHTS["row, wide"]}).specs(size)
+            param = torch.nn.Parameter(torch.zeros(spec.local_numel))
+            HpMuonOptimizer([{"params": [param], "algorithm": "muon"}], {param: spec}, HpMuon(tp_mode=mode))
+    assert [record.message for record in caplog.records if "blockwise" in record.message] == [
+        "tp_mode=blockwise orthogonalises every tensor-parallel rank's slice by itself: the update is not Muon's, "
+        "and changes with the number of ranks"
+    ]
