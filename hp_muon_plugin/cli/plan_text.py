@@ -9,7 +9,7 @@ from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.config.trainer import Train
 from hp_muon_plugin.layout.spec import ParamSpec
 from hp_muon_plugin.models.gpt_specs import gpt_specs, padded_vocab_size, stage_specs
-from hp_muon_plugin.muon.pieces import Strategy
+from hp_muon_plugin.muon.pieces import Way
 from hp_muon_plugin.muon.plan import MuonPlan, build_plan
 from hp_muon_plugin.muon.routing import Algorithm, route_parameters
 from hp_muon_plugin.muon.stage import Stage
@@ -117,11 +117,11 @@ def _plan_lines(plan: MuonPlan) -> list[str]:
 
 
 _HOW = {
-    Strategy.local: "whole on the rank, nothing sent",
-    Strategy.gather: "made whole on every rank",
-    Strategy.gram: "never gathered, Gram matrices summed",
-    Strategy.owner: "each made whole on one rank that owns it",
-    Strategy.blockwise: "every rank's slice by itself: an approximation, not Muon's update",
+    Way.local: "whole on the rank, nothing sent",
+    Way.gather: "made whole on every rank",
+    Way.gram: "never gathered, Gram matrices summed",
+    Way.owner: "each made whole on one rank that owns it",
+    Way.blockwise: "every rank's slice by itself: an approximation, not Muon's update",
 }
 
 
@@ -136,4 +136,4 @@ def _stage_text(plan: MuonPlan, stage: Stage) -> str:
     over = f" over {stage.axis} ({stage.size} ranks): {', '.join(sent)}" if stage.axis else ""
     work = [plan.flops_of(stage, index) for index in places]
     spread = f", {max(work) * len(work) / sum(work):.2f} times the mean" if stage.owners and sum(work) else ""
-    return f"{_HOW[stage.strategy]}{over}; {max(work) / 1e9:.3f} GFLOP{spread}"
+    return f"{_HOW[stage.way]}{over}; {max(work) / 1e9:.3f} GFLOP{spread}"

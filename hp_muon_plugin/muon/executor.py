@@ -7,7 +7,7 @@ import torch
 from hp_muon_plugin.muon.batches import FusedBatch, PlannedPart
 from hp_muon_plugin.muon.gathered import run_gathered, run_owned
 from hp_muon_plugin.muon.matrix_view import part_tensor, tiles
-from hp_muon_plugin.muon.pieces import Piece, Strategy
+from hp_muon_plugin.muon.pieces import Piece, Way
 from hp_muon_plugin.muon.plan import MuonPlan
 from hp_muon_plugin.muon.stack import Stack, Target
 from hp_muon_plugin.muon.stage_tools import ParamStep, StageTools, Steps, apply_updates
@@ -18,7 +18,7 @@ from hp_muon_plugin.platform.wire import C10dWire, Wire
 
 __all__ = ["Executor", "ParamStep", "Steps"]
 
-_WITH_AXIS = {Strategy.gather: run_gathered, Strategy.owner: run_owned, Strategy.gram: run_summed}
+_WITH_AXIS = {Way.gather: run_gathered, Way.owner: run_owned, Way.gram: run_summed}
 
 
 class Executor:
@@ -75,7 +75,7 @@ class Executor:
         pieces = [_step_of(piece, steps[piece.param]) for piece in self.plan.pieces]
         for stage in self.plan.stages:
             if stage.axis is not None:
-                _WITH_AXIS[stage.strategy](self._tools, stage, pieces, self._axes[stage.axis])
+                _WITH_AXIS[stage.way](self._tools, stage, pieces, self._axes[stage.axis])
                 continue
             for batch in stage.batches:
                 self._run_lists(batch, pieces) if self._is_fused_by_lists else self._run_whole(batch, pieces)

@@ -15,7 +15,7 @@ def run_gathered(tools: StageTools, stage: Stage, steps: Steps, axis: AxisGroup)
 
     Args:
         tools: What stages share.
-        stage: A stage of strategy ``gather``.
+        stage: A stage that goes ``gather``.
         steps: Of all pieces; None for those that are left alone, the same on every rank of the axis.
         axis: The axis.
     """
@@ -43,7 +43,7 @@ def run_owned(tools: StageTools, stage: Stage, steps: Steps, axis: AxisGroup) ->
 
     Args:
         tools: What stages share.
-        stage: A stage of strategy ``owner``.
+        stage: A stage that goes ``owner``.
         steps: Of all pieces; None for those that are left alone, the same on every rank of the axis.
         axis: The axis.
     """

@@ -2,15 +2,14 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import torch
 
 from hp_muon_plugin.config.checks import check_optimizer
-from hp_muon_plugin.config.choices import TensorParallelMode
 from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.layout.spec import ParamSpec
+from hp_muon_plugin.muon.blockwise import warn_of_blockwise
 from hp_muon_plugin.muon.clipping import GradNorms, clip_gradients
 from hp_muon_plugin.muon.executor import Executor, ParamStep
 from hp_muon_plugin.muon.gradients import (
@@ -78,10 +77,7 @@ class HpMuonOptimizer(torch.optim.Optimizer):
         device = next((p.device for group in self.param_groups for p in group["params"]), torch.device("cpu"))
         self._workspace = Workspace(device)
         self._executor = self._make_executor([self.specs[p] for p in self._planned()])
-        if config.tp_mode is TensorParallelMode.blockwise and any(
-            spec.split and spec.split.size > 1 for spec in self.specs.values()
-        ):
-            _warn_of_blockwise()
+        warn_of_blockwise(config, self.specs.values())
 
     def _make_executor(self, specs: Sequence[ParamSpec]) -> Executor:
         device = self._workspace.device
@@ -285,14 +281,6 @@ class HpMuonOptimizer(torch.optim.Optimizer):
         lr = float(group["lr"])
         decay, beta = 1 - lr * float(group["weight_decay"]), float(group["momentum"])
         return ParamStep(param.detach(), param.grad, self._momentum(param), decay, lr, beta)
-
-
-@cache
-def _warn_of_blockwise() -> None:
-    logger.warning(
-        "tp_mode=blockwise orthogonalises every tensor-parallel rank's slice by itself: the update is not Muon's, "
-        "and changes with the number of ranks"
-    )
 
 
 def _update_momenta(steps: Sequence[ParamStep]) -> None:

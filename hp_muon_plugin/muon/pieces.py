@@ -24,7 +24,7 @@ _FLOPS_PER_BYTE_ELSEWHERE = 1000.0
 _FLOAT32_COSTS_ELSEWHERE = 8.0  # of a float32 operation in half-precision ones
 
 
-class Strategy(StrEnum):
+class Way(StrEnum):
     """How the matrices of a stage come to be orthogonalised."""
 
     local = "local"
@@ -42,8 +42,8 @@ class Piece:
         param: Index into ``MuonPlan.params``.
         spec: What the stage works on: whole and cut over the axis for ``gather`` and ``owner``, this
             rank's share for the others.
-        strategy: How.
-        why: Why this strategy, where the mode alone does not say.
+        way: How.
+        why: Why this way, where the mode alone does not say.
         view: How the rank's elements of the parameter read as matrices, where only one part is meant.
         part: That part.
         cut: Side of the matrices that ranks divide and do not gather (``gram``).
@@ -53,7 +53,7 @@ class Piece:
 
     param: int
     spec: ParamSpec
-    strategy: Strategy
+    way: Way
     why: str = ""
     view: MatrixView | None = None
     part: int | None = None
@@ -113,29 +113,29 @@ class Router:
             Its pieces; together they hold every element once.
         """
         if spec.split is None:
-            return [Piece(param, spec, Strategy.local)]
+            return [Piece(param, spec, Way.local)]
         if spec.split.size == 1:
-            return [Piece(param, replace(spec, split=None), Strategy.local)]
+            return [Piece(param, replace(spec, split=None), Way.local)]
         local = local_view(spec)
         if local is None:
             is_owned = self.mode is TensorParallelMode.owner
             why = "" if is_owned else "ranks hold unequal shares of its matrices"
-            return [self._whole(param, spec, Strategy.owner if is_owned else Strategy.gather, why)]
+            return [self._whole(param, spec, Way.owner if is_owned else Way.gather, why)]
         own = replace(spec, shape=local.view.factors, view=local.view, split=None)
         if all(cut is Cut.none for cut in local.cuts):
-            return [Piece(param, own, Strategy.local, "each rank holds whole matrices")]
+            return [Piece(param, own, Way.local, "each rank holds whole matrices")]
         match self.mode:
             case TensorParallelMode.blockwise:
-                return [Piece(param, own, Strategy.blockwise)]
+                return [Piece(param, own, Way.blockwise)]
             case TensorParallelMode.owner:
-                return [self._whole(param, spec, Strategy.owner)]
+                return [self._whole(param, spec, Way.owner)]
             case TensorParallelMode.distributed:
                 return [self._part(param, spec, local, index) for index in range(len(local.cuts))]
-        return [self._whole(param, spec, Strategy.gather)]
+        return [self._whole(param, spec, Way.gather)]
 
-    def _whole(self, param: int, spec: ParamSpec, strategy: Strategy, why: str = "") -> Piece:
+    def _whole(self, param: int, spec: ParamSpec, way: Way, why: str = "") -> Piece:
         assert spec.split is not None
-        return Piece(param, spec, strategy, why, num_slices=spec.split.size, axis=spec.split.axis)
+        return Piece(param, spec, way, why, num_slices=spec.split.size, axis=spec.split.axis)
 
     def _part(self, param: int, spec: ParamSpec, local: LocalView, index: int) -> Piece:
         """One part under ``distributed``."""
@@ -143,16 +143,14 @@ class Router:
         cut, split = local.cuts[index], spec.split
         own, whole = local_part_spec(spec, local, index), whole_part_spec(spec, local, index)
         if cut is Cut.none:
-            return Piece(param, own, Strategy.local, "each rank holds whole matrices", local.view, index)
+            return Piece(param, own, Way.local, "each rank holds whole matrices", local.view, index)
         _, rows, cols = local.whole.part_shape(local.whole.parts[index])
         held, divided = (cols, rows) if cut is Cut.rows else (rows, cols)
         refusal = self._refusal(held, divided, split.size)
         if refusal:
-            return Piece(
-                param, whole, Strategy.gather, refusal, local.view, index, num_slices=split.size, axis=split.axis
-            )
+            return Piece(param, whole, Way.gather, refusal, local.view, index, num_slices=split.size, axis=split.axis)
         why = "" if held <= divided else f"gram matrices of the long side ({held}) cost less than a gather"
-        return Piece(param, own, Strategy.gram, why, local.view, index, cut, split.size, split.axis)
+        return Piece(param, own, Way.gram, why, local.view, index, cut, split.size, split.axis)
 
     def _refusal(self, held: int, divided: int, size: int) -> str:
         """Why matrices are gathered although Gram matrices of the uncut side would add up, or nothing."""

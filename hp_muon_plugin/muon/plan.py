@@ -15,7 +15,7 @@ from hp_muon_plugin.muon.algorithm import TABLE, Rule, load_table
 from hp_muon_plugin.muon.batches import FLOAT_BYTES, Family, FusedBatch, PlannedPart, fused_batches
 from hp_muon_plugin.muon.coefficients import Coefficients, resolve_schedule
 from hp_muon_plugin.muon.owners import assign_owners
-from hp_muon_plugin.muon.pieces import Piece, Router, Strategy
+from hp_muon_plugin.muon.pieces import Piece, Router, Way
 from hp_muon_plugin.muon.stage import PlannedCollective, Stage
 
 __all__ = ["Family", "FusedBatch", "MuonPlan", "PlannedCollective", "PlannedPart", "Stage", "build_plan"]
@@ -133,8 +133,8 @@ def build_plan(
     router = Router(config.tp_mode, device, table, coefficients)
     pieces = tuple(piece for param, spec in enumerate(specs) for piece in router.pieces(param, spec))
     builder = _StageBuilder(config, device, table, coefficients, limit, max_stage_bytes, pieces)
-    ways = sorted({(piece.axis or "", piece.strategy) for piece in pieces})
-    stages = [stage for axis, strategy in ways for stage in builder.stages(axis or None, strategy)]
+    ways = sorted({(piece.axis or "", piece.way) for piece in pieces})
+    stages = [stage for axis, way in ways for stage in builder.stages(axis or None, way)]
     return MuonPlan(tuple(specs), pieces, tuple(stages), coefficients)
 
 
@@ -150,29 +150,29 @@ class _StageBuilder:
     max_stage_bytes: int
     pieces: Sequence[Piece]
 
-    def stages(self, axis: str | None, strategy: Strategy) -> list[Stage]:
+    def stages(self, axis: str | None, way: Way) -> list[Stage]:
         """The stages of all pieces that go one way."""
-        members = [i for i, piece in enumerate(self.pieces) if (piece.axis, piece.strategy) == (axis, strategy)]
-        if strategy is Strategy.owner:  # neighbours cost about the same, so that each stage can be balanced
+        members = [i for i, piece in enumerate(self.pieces) if (piece.axis, piece.way) == (axis, way)]
+        if way is Way.owner:  # neighbours cost about the same, so that each stage can be balanced
             members.sort(key=lambda index: (-self._flops(index), index))
         loads = [0] * self.pieces[members[0]].num_slices
-        return [self._stage(chunk, axis, strategy, loads) for chunk in self._chunks(members, axis)]
+        return [self._stage(chunk, axis, way, loads) for chunk in self._chunks(members, axis)]
 
-    def _stage(self, chunk: list[int], axis: str | None, strategy: Strategy, loads: list[int]) -> Stage:
+    def _stage(self, chunk: list[int], axis: str | None, way: Way, loads: list[int]) -> Stage:
         size = self.pieces[chunk[0]].num_slices if axis else 1
         numels = tuple(self.pieces[index].spec.local_numel for index in chunk)
-        if strategy is Strategy.owner:
+        if way is Way.owner:
             owners = assign_owners([self._flops(index) for index in chunk], loads)
             batches = [
                 batch
                 for owner in range(size)
                 for batch in self._batches([i for i, o in zip(chunk, owners, strict=True) if o == owner], owner)
             ]
-            return Stage(strategy, axis, size, tuple(chunk), numels, tuple(batches), owners)
+            return Stage(way, axis, size, tuple(chunk), numels, tuple(batches), owners)
         batches = self._batches(chunk)
         runs = {len(batch.algorithm.run_lengths(self.coefficients)) for batch in batches}
-        num_runs = max(runs) if strategy is Strategy.gram and runs else 1
-        return Stage(strategy, axis, size, tuple(chunk), numels, tuple(batches), num_runs=num_runs)
+        num_runs = max(runs) if way is Way.gram and runs else 1
+        return Stage(way, axis, size, tuple(chunk), numels, tuple(batches), num_runs=num_runs)
 
     def _batches(self, members: Sequence[int], owner: int | None = None) -> list[FusedBatch]:
         parts = [part for index in members for part in self.pieces[index].planned_parts(index, self.config)]
@@ -197,6 +197,6 @@ class _StageBuilder:
         """What a piece adds to the largest buffers of its stage."""
         piece = self.pieces[index]
         numel = piece.spec.numel
-        if piece.strategy is Strategy.gram:
+        if piece.way is Way.gram:
             numel += sum(part.count * part.gram_side**2 for part in piece.planned_parts(index, self.config))
         return FLOAT_BYTES * numel

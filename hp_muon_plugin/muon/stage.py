@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from hp_muon_plugin.muon.batches import FLOAT_BYTES, FusedBatch
-from hp_muon_plugin.muon.pieces import Strategy
+from hp_muon_plugin.muon.pieces import Way
 from hp_muon_plugin.platform.kinds import Collective
 
 
@@ -27,7 +27,7 @@ class Stage:
     """Pieces that are orthogonalised together, and their batches.
 
     Attributes:
-        strategy: How.
+        way: How.
         axis: Mesh axis of its collectives, or None where there are none.
         size: Ranks on the axis (1 without an axis).
         pieces: Indices into ``MuonPlan.pieces``, in the order of the message.
@@ -37,7 +37,7 @@ class Stage:
         num_runs: How often Gram matrices are summed (``gram`` only).
     """
 
-    strategy: Strategy
+    way: Way
     axis: str | None
     size: int
     pieces: tuple[int, ...]
@@ -82,7 +82,7 @@ class Stage:
         if self.axis is None or self.size == 1:
             return []
         others, local = self.size - 1, self.local_numel
-        if self.strategy is Strategy.gram:
+        if self.way is Way.gram:
             count = sum(batch.count for batch in self.batches)
             squares = sum(batch.count * batch.short**2 for batch in self.batches)
             reduced = self.num_runs * (2 * FLOAT_BYTES * others * squares // self.size)
@@ -90,7 +90,7 @@ class Stage:
                 PlannedCollective(Collective.ALL_GATHER, 1, FLOAT_BYTES * others * count),
                 PlannedCollective(Collective.ALL_REDUCE, self.num_runs, reduced),
             ]
-        if self.strategy is Strategy.owner:
+        if self.way is Way.owner:
             owned = sum(n for n, owner in zip(self.numels, self.owners, strict=True) if owner == index)
             received = FLOAT_BYTES * (others * owned + local - owned)
             return [PlannedCollective(Collective.ALL_TO_ALL, 2, received)]

@@ -95,7 +95,7 @@ def run_summed(tools: StageTools, stage: Stage, steps: Steps, axis: AxisGroup) -
 
     Args:
         tools: What stages share.
-        stage: A stage of strategy ``gram``.
+        stage: A stage that goes ``gram``.
         steps: Of all pieces; None for those that are left alone, the same on every rank of the axis.
         axis: The axis.
     """

@@ -9,8 +9,9 @@ from dist_pool import run_ranks
 from hp_muon_plugin.config.choices import Schedule, TensorParallelMode
 from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.layout.spec import plain_matrix
+from hp_muon_plugin.muon import blockwise
 from hp_muon_plugin.muon.optimizer import HpMuonOptimizer
-from hp_muon_plugin.muon.pieces import Strategy
+from hp_muon_plugin.muon.pieces import Way
 from hp_muon_plugin.muon.reference import reference_newton_schulz
 from tests.muon.tp_steps import WEIGHTS, Job, counted, run_job
 
@@ -61,7 +62,7 @@ def test_schedules_that_look_at_the_matrix_again(schedule: Schedule) -> None:
     assert max(job.errors(results).values()) < 2e-6, job.errors(results)
     plan = job.plan(2)
     assert (results[0].received, results[0].num_collectives) == counted(plan, 0)
-    runs = [stage.num_runs for stage in plan.stages if stage.strategy is Strategy.gram]
+    runs = [stage.num_runs for stage in plan.stages if stage.way is Way.gram]
     assert all((n > 1) == (schedule is not Schedule.you) for n in runs)
 
 
@@ -91,28 +92,28 @@ def test_whole_matrices_need_no_communication_in_any_mode() -> None:
     weights = {name: WEIGHTS[name] for name in ("per head", "experts", "whole")}
     for mode in TensorParallelMode:
         plan = job_of(mode, weights=weights).plan(4)
-        assert [stage.strategy for stage in plan.stages] == [Strategy.local]
+        assert [stage.way for stage in plan.stages] == [Way.local]
         assert plan.received_bytes == 0
         assert plan.num_matrices == 48 // 4 + 12 // 4 + 1
 
 
 def test_what_distributed_does_with_each_matrix() -> None:
     plan = job_of(DISTRIBUTED).plan(4)
-    ways = {piece.spec.name: (piece.strategy, piece.why) for piece in plan.pieces}
-    assert ways["column, tall"] == ways["row, wide"] == ways["column, square"] == (Strategy.gram, "")
-    assert ways["qkv[q]"] == ways["qkv[k]"] == (Strategy.gram, "")
-    assert ways["column, wide"][0] is ways["row, tall"][0] is Strategy.gather
+    ways = {piece.spec.name: (piece.way, piece.why) for piece in plan.pieces}
+    assert ways["column, tall"] == ways["row, wide"] == ways["column, square"] == (Way.gram, "")
+    assert ways["qkv[q]"] == ways["qkv[k]"] == (Way.gram, "")
+    assert ways["column, wide"][0] is ways["row, tall"][0] is Way.gather
     assert "cut along the short side (24): gram matrices of side 60 would cost" in ways["column, wide"][1]
-    assert ways["tiny"] == (Strategy.gather, "short side 4 is below 12")
-    assert ways["one group"] == (Strategy.gather, "ranks hold unequal shares of its matrices")
-    assert ways["per head"] == ways["experts"] == (Strategy.local, "each rank holds whole matrices")
+    assert ways["tiny"] == (Way.gather, "short side 4 is below 12")
+    assert ways["one group"] == (Way.gather, "ranks hold unequal shares of its matrices")
+    assert ways["per head"] == ways["experts"] == (Way.local, "each rank holds whole matrices")
 
 
 def test_gram_matrices_of_the_long_side_where_they_cost_less() -> None:
     """Hardly longer than wide, and so large that iterating on every rank costs more than the sum."""
     weights = {"w": ((1020, 1024), plain_matrix(1020, 1024), (1020, 1024), 0)}
     (piece,) = job_of(DISTRIBUTED, weights=weights).plan(4).pieces
-    assert piece.strategy is Strategy.gram
+    assert piece.way is Way.gram
     assert piece.why == "gram matrices of the long side (1024) cost less than a gather"
 
 
@@ -123,7 +124,7 @@ def test_gram_matrices_of_the_long_side_are_exact(monkeypatch: pytest.MonkeyPatc
     job = job_of(DISTRIBUTED, weights=weights)
     monkeypatch.setattr("hp_muon_plugin.muon.pieces.Router._refusal", lambda *_: "")
     results = run_ranks(2, run_job, job)
-    assert {piece.strategy for piece in job.plan(2).pieces} == {Strategy.gram}
+    assert {piece.way for piece in job.plan(2).pieces} == {Way.gram}
     assert max(job.errors(results).values()) < 1e-6, job.errors(results)
 
 
@@ -156,7 +157,7 @@ def test_blockwise_is_the_polar_factor_of_each_slice_and_sends_nothing() -> None
     results = run_ranks(2, run_job, job)
     assert [result.received for result in results] == [0, 0]
     (stage,) = job.plan(2).stages
-    assert stage.strategy is Strategy.blockwise
+    assert stage.way is Way.blockwise
     coefficients = job.plan(2).coefficients
     slices = job.values("w", 1).chunk(2, dim=1)
     # the scale is that of the slice, as in Megatron: 0.2 sqrt(max(16, 24))
@@ -166,9 +167,7 @@ def test_blockwise_is_the_polar_factor_of_each_slice_and_sends_nothing() -> None
 
 
 def test_blockwise_warns_once(caplog: pytest.LogCaptureFixture) -> None:
-    from hp_muon_plugin.muon import optimizer as module
-
-    module._warn_of_blockwise.cache_clear()
+    blockwise._warn.cache_clear()
     for mode in (BLOCKWISE, BLOCKWISE, OWNER):
         for size in (1, 2):
             (spec,) = Job(HpMuon(), weights={"w": WEIGHTS["row, wide"]}).specs(size)
