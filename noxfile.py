@@ -21,7 +21,16 @@ LANES = {
     "0.16.1": ("3.11",),
     "0.19.2": ("3.12", "3.13"),
 }
-LANE_PACKAGES = ("psutil", "einops", "pytest", "pytest-timeout", "hypothesis", "tensorboard")
+LANE_PACKAGES = (
+    "psutil",
+    "einops",
+    "pytest",
+    "pytest-rerunfailures",
+    "pytest-timeout",
+    "pytest-xdist",
+    "hypothesis",
+    "tensorboard",
+)
 RESULTS: list[str] = []
 
 
