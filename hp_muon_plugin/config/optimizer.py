@@ -97,6 +97,9 @@ class HpMuon:
     """What a NaN or infinite gradient does."""
     missing_grad: MissingGrad = MissingGrad.leave
     """What a parameter without a gradient does: left alone (no decay, no momentum), or an error."""
+    qk_clip: float | None = number(None, above=0, example=100.0)
+    """Largest attention logit: after a step, queries and keys of heads above it are scaled down to it (MuonClip;
+    under Megatron only); null turns it off."""
     adamw: ScalarAdamW = field(default_factory=ScalarAdamW)
     """Options of AdamW for the rest."""
 

@@ -12,8 +12,9 @@ from hp_muon_plugin.config.optimizer import AdamW, HpMuon
 from hp_muon_plugin.errors import ConfigError
 from hp_muon_plugin.layout.spec import ParamSpec
 from hp_muon_plugin.megatron.groups import MegatronGroups, megatron_groups
+from hp_muon_plugin.megatron.main_params import ParamPair, main_param
 from hp_muon_plugin.megatron.norms import CountedParam, counts_here
-from hp_muon_plugin.megatron.optimizer import HpMuonMegatronOptimizer, ParamPair, main_param
+from hp_muon_plugin.megatron.optimizer import HpMuonMegatronOptimizer
 from hp_muon_plugin.megatron.options import Given, resolve_options
 from hp_muon_plugin.megatron.param_groups import divide_groups, upstream_groups
 from hp_muon_plugin.megatron.refusals import refuse_arguments, refuse_split_latent, refuse_unreduced, refuse_wrappers
@@ -67,6 +68,7 @@ def build_megatron_optimizer(
     upstream = upstream_groups(config, chunks, arguments)
     divided = divide_groups(upstream, dict(zip(specs, routes, strict=True)), options, config)
     optimizer = _assemble(divided, specs, routes, options, config, groups)
+    optimizer.clip_logits(chunks)
     if not dist.is_initialized() or dist.get_rank() == 0:
         logger.info("parameters of rank 0 and who updates them:\n%s", format_table(table_rows(routes, options)))
     return optimizer

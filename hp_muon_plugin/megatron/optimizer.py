@@ -3,7 +3,6 @@
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,9 +10,11 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from hp_muon_plugin.config.choices import MissingGrad, NonFinite
 from hp_muon_plugin.megatron.groups import MegatronGroups
+from hp_muon_plugin.megatron.main_params import ParamPair
 from hp_muon_plugin.megatron.missing import MissingGradients
 from hp_muon_plugin.megatron.norms import CountedParam, grad_norms, num_zeros
 from hp_muon_plugin.megatron.optimizer_state import load_main_params, sharded_optimizer_state
+from hp_muon_plugin.megatron.qk_clip import QkClip
 from hp_muon_plugin.muon.clipping import GradNorms, clip_gradients
 from hp_muon_plugin.muon.gradients import (
     OF_ANOTHER_RANK,
@@ -26,45 +27,6 @@ from hp_muon_plugin.muon.optimizer import HpMuonOptimizer
 from hp_muon_plugin.platform.collectives import group_device
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class ParamPair:
-    """A parameter of the model and the one that the optimizer updates.
-
-    Attributes:
-        model: The model's parameter; its gradient is in ``main_grad``.
-        main: Its float32 master, or the same object where the model computes in float32.
-    """
-
-    model: torch.nn.Parameter
-    main: torch.nn.Parameter
-
-    @property
-    def is_copy(self) -> bool:
-        """Whether the master is a tensor of its own."""
-        return self.main is not self.model
-
-
-_COPIED_ATTRIBUTES = ("tensor_model_parallel", "partition_dim", "partition_stride", "allreduce", "shared")
-
-
-def main_param(model: torch.nn.Parameter) -> torch.nn.Parameter:
-    """The parameter that an optimizer updates.
-
-    Args:
-        model: The model's parameter.
-
-    Returns:
-        A float32 master of a bf16 parameter, with Megatron's marks; a float32 parameter itself.
-    """
-    if model.dtype == torch.float32:
-        return model
-    main = torch.nn.Parameter(model.detach().clone().float())
-    for name in _COPIED_ATTRIBUTES:
-        if hasattr(model, name):
-            setattr(main, name, getattr(model, name))
-    return main
 
 
 class HpMuonMegatronOptimizer(MegatronOptimizer):  # type: ignore[misc]  # megatron-core is untyped
@@ -96,6 +58,8 @@ class HpMuonMegatronOptimizer(MegatronOptimizer):  # type: ignore[misc]  # megat
         self.grad_stats_parallel_group = groups.dense_stats.group
         self.grad_norms_last: GradNorms | None = None
         """Norms of the last step, for metrics."""
+        self.qk_clip: QkClip | None = None
+        """Set by :meth:`clip_logits`."""
         self._pairs = tuple(pairs)
         self._counted = tuple(counted)
         self._groups = groups
@@ -110,6 +74,20 @@ class HpMuonMegatronOptimizer(MegatronOptimizer):  # type: ignore[misc]  # megat
         """Steps that were left out, for example because of a NaN or infinite gradient."""
         return int(self.optimizer.skipped_steps)
 
+    def clip_logits(self, chunks: Sequence[torch.nn.Module]) -> None:
+        """Clip attention logits after each step, if ``optimizer.qk_clip`` asks for it.
+
+        Args:
+            chunks: Model chunks of this rank.
+
+        Raises:
+            ConfigError: If the logits of a layer cannot be seen or scaled.
+        """
+        threshold = self.optimizer.config.qk_clip
+        if threshold is not None:
+            mains = {pair.model: pair.main for pair in self._pairs}
+            self.qk_clip = QkClip(chunks, mains, self._groups.dp, threshold)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of model and main parameters; ``main_grad`` belongs to the wrapper.
 
@@ -118,6 +96,8 @@ class HpMuonMegatronOptimizer(MegatronOptimizer):  # type: ignore[misc]  # megat
         """
         if self._missing is not None:
             self._missing.forget()
+        if self.qk_clip is not None:
+            self.qk_clip.forget()
         for pair in self._pairs:
             for param in {pair.model, pair.main}:
                 if set_to_none or param.grad is None:
@@ -197,6 +177,8 @@ class HpMuonMegatronOptimizer(MegatronOptimizer):  # type: ignore[misc]  # megat
             True.
         """
         self.optimizer.update()
+        if self.qk_clip is not None:
+            self.qk_clip.apply()
         self._publish()
         return True
 

@@ -15,8 +15,9 @@ from hp_muon_plugin.fsdp.bucket import Bucket
 from hp_muon_plugin.fsdp.parameter import Parameter
 from hp_muon_plugin.fsdp.placed import cuts
 from hp_muon_plugin.layout.spec import ParamSpec
+from hp_muon_plugin.megatron.main_params import ParamPair, main_param
 from hp_muon_plugin.megatron.norms import CountedParam, counts_here
-from hp_muon_plugin.megatron.optimizer import HpMuonMegatronOptimizer, ParamPair, main_param
+from hp_muon_plugin.megatron.optimizer import HpMuonMegatronOptimizer
 from hp_muon_plugin.megatron.param_groups import divide_groups, upstream_groups
 from hp_muon_plugin.megatron.sharded_model import HpFsdpModel, sharded_groups
 from hp_muon_plugin.megatron.specs import chunk_specs
@@ -128,6 +129,7 @@ def build_sharded_optimizer(
     )
     optimizer = ShardedMegatronOptimizer(inner, config, built.pairs, built.counted, groups)
     optimizer.chunks = tuple(chunks)
+    optimizer.clip_logits(chunks)
     if not dist.is_initialized() or dist.get_rank() == 0:
         logger.info("parameters of rank 0 and who updates them:\n%s", format_table(table_rows(routes, options)))
     return optimizer

@@ -50,6 +50,13 @@ def build_optimizer(params: Params, **options: Any) -> HpMuonOptimizer:
         >>> optimizer = build_optimizer(model, lr=5e-3, weight_decay=0.1)
     """
     config = from_options(HpMuon, options, prefix="optimizer")
+    if config.qk_clip is not None:
+        raise ConfigError(
+            "optimizer.qk_clip",
+            config.qk_clip,
+            "needs to know the attention layers, which only Megatron's models tell",
+            "set optimizer.qk_clip=null, or train under Megatron",
+        )
     specs = _specs(params)
     shards = shards_of(params) if isinstance(params, torch.nn.Module) else []
     if not shards:

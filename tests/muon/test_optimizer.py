@@ -94,6 +94,11 @@ def test_accumulated_gradients_give_the_step_of_the_whole_batch() -> None:
     torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-6)
 
 
+def test_clipping_logits_is_refused_where_attention_layers_are_not_known() -> None:
+    with pytest.raises(ConfigError, match=r"optimizer\.qk_clip.*only Megatron's models tell"):
+        build_optimizer(torch.nn.Sequential(torch.nn.Linear(4, 4)), qk_clip=100.0)
+
+
 def test_schedulers_keep_the_ratio_of_learning_rates() -> None:
     """DeepSpeed #7713: a scheduler forced both groups to one learning rate."""
     model = model_of(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))

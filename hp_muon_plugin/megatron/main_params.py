@@ -1,0 +1,43 @@
+"""What an optimizer updates: float32 masters, or the model's parameters themselves."""
+
+from dataclasses import dataclass
+
+import torch
+
+_COPIED_ATTRIBUTES = ("tensor_model_parallel", "partition_dim", "partition_stride", "allreduce", "shared")
+
+
+@dataclass(frozen=True, slots=True)
+class ParamPair:
+    """A parameter of the model and the one that the optimizer updates.
+
+    Attributes:
+        model: The model's parameter; its gradient is in ``main_grad``.
+        main: Its float32 master, or the same object where the model computes in float32.
+    """
+
+    model: torch.nn.Parameter
+    main: torch.nn.Parameter
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether the master is a tensor of its own."""
+        return self.main is not self.model
+
+
+def main_param(model: torch.nn.Parameter) -> torch.nn.Parameter:
+    """The parameter that an optimizer updates.
+
+    Args:
+        model: The model's parameter.
+
+    Returns:
+        A float32 master of a bf16 parameter, with Megatron's marks; a float32 parameter itself.
+    """
+    if model.dtype == torch.float32:
+        return model
+    main = torch.nn.Parameter(model.detach().clone().float())
+    for name in _COPIED_ATTRIBUTES:
+        if hasattr(model, name):
+            setattr(main, name, getattr(model, name))
+    return main
