@@ -156,6 +156,26 @@ class Logger:
 
 
 @dataclass
+class Monitor:
+    """What is measured in some steps besides the loss; docs/monitoring.md."""
+
+    interval: int = number(0, least=0, example=50)
+    """Steps between measurements, which the first and the last step have too; 0 measures nothing."""
+    weights: bool = True
+    """RMS of weights by role."""
+    updates: bool = True
+    """RMS of what a step changes of them (holds a copy of this rank's weights during a measured step)."""
+    per_layer: bool = False
+    """Tell layers apart in both."""
+    outputs: bool = True
+    """RMS of the output of every transformer layer."""
+    singular_values: bool = True
+    """Singular values of one of Muon's updates per role (gathers it on every rank in a measured step)."""
+    times: bool = True
+    """Shares of Newton-Schulz, communication and the optimizer in the time of a step."""
+
+
+@dataclass
 class LrSchedule:
     """Learning-rate schedule, the same for every parameter group."""
 
@@ -211,6 +231,8 @@ class Train:
     """Ranks."""
     logger: Logger = field(default_factory=Logger)
     """Loggers."""
+    monitor: Monitor = field(default_factory=Monitor)
+    """Measurements."""
     platform: Platform = field(default_factory=Platform)
     """Platform."""
     lr_schedule: LrSchedule = field(default_factory=LrSchedule)

@@ -74,6 +74,16 @@ class HpMuonMegatronOptimizer(MegatronOptimizer):  # type: ignore[misc]  # megat
         """Steps that were left out, for example because of a NaN or infinite gradient."""
         return int(self.optimizer.skipped_steps)
 
+    @property
+    def groups(self) -> MegatronGroups:
+        """Megatron's groups, with the ranks over which norms add up."""
+        return self._groups
+
+    @property
+    def parts(self) -> list[tuple[ParamPair, CountedParam]]:
+        """What this rank updates, in the order of the groups, and how it is counted."""
+        return list(zip(self._pairs, self._counted, strict=True))
+
     def clip_logits(self, chunks: Sequence[torch.nn.Module]) -> None:
         """Clip attention logits after each step, if ``optimizer.qk_clip`` asks for it.
 

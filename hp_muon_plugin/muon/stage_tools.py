@@ -13,6 +13,7 @@ from hp_muon_plugin.muon.newton_schulz import NewtonSchulz
 from hp_muon_plugin.muon.plan import MuonPlan
 from hp_muon_plugin.muon.stack import Stack, Target
 from hp_muon_plugin.muon.workspace import Workspace
+from hp_muon_plugin.platform.spans import NEWTON_SCHULZ, span
 from hp_muon_plugin.platform.wire import Wire
 
 
@@ -156,7 +157,8 @@ class StageTools:
             batch: The batch.
             stacks: Its matrices.
         """
-        self.engine(batch.algorithm)(stacks)
+        with span(NEWTON_SCHULZ):
+            self.engine(batch.algorithm)(stacks)
         self.num_orthogonalized += sum(stack.x.shape[0] for stack in stacks)
 
     def engine(self, algorithm: Algorithm) -> NewtonSchulz:

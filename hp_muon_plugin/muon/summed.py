@@ -23,6 +23,7 @@ from hp_muon_plugin.muon.scaling import divide_by_power, exponent_bits
 from hp_muon_plugin.muon.stage import Stage
 from hp_muon_plugin.muon.stage_tools import StageTools, Steps, apply_updates
 from hp_muon_plugin.platform.collectives import AxisGroup
+from hp_muon_plugin.platform.spans import NEWTON_SCHULZ, span
 
 _Present = tuple[Family, list[PlannedPart]]
 
@@ -109,12 +110,14 @@ def run_summed(tools: StageTools, stage: Stage, steps: Steps, axis: AxisGroup) -
     _scale(tools, every, axis)
     with ieee_float32(settings(tools.device)):
         for number, run in enumerate(batches[0].engine.runs):
-            for batch in batches:
-                batch.form()
+            with span(NEWTON_SCHULZ):
+                for batch in batches:
+                    batch.form()
             # all-reduce over the axis: the Gram matrices of all matrices of the stage; the host waits
             tools.wire.all_reduce(message, axis).wait()
-            for batch in batches:
-                batch.advance(run, is_first=number == 0)
+            with span(NEWTON_SCHULZ):
+                for batch in batches:
+                    batch.advance(run, is_first=number == 0)
     _apply(tools, every, steps)
     tools.num_orthogonalized += sum(each.current.shape[0] for each in every)
 

@@ -16,7 +16,9 @@ from hp_muon_plugin.config.trainer import Train
 from hp_muon_plugin.errors import DivergenceError
 from hp_muon_plugin.platform.base import Platform
 from hp_muon_plugin.train.data import Batch, TrainingData, micro_batches
+from hp_muon_plugin.train.instruments import FORWARD_BACKWARD, OPTIMIZER
 from hp_muon_plugin.train.metrics import MetricLog
+from hp_muon_plugin.train.monitor import Monitor
 from hp_muon_plugin.train.progress import Display
 
 _MAX_BAD_IN_A_ROW = 20
@@ -76,6 +78,8 @@ class Trainer:
         self._dp_size = parallel_state.get_data_parallel_world_size()
         length = config.model.seq_length
         mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=platform.device())
+        self._monitor = Monitor(config, [model], optimizer, platform.device())
+        self._measured: dict[str, float] = {}
         self._causal_mask = torch.triu(mask, diagonal=1)  # (1, 1, S, S) bool, True = hidden
 
     @property
@@ -98,6 +102,7 @@ class Trainer:
         batches = self._batches(self._data.train)
         for step in range(1, run.steps + 1):
             began = time.perf_counter()
+            self._monitor.begin(step)
             loss, succeeded, norm, optimizer_ms = self._step(batches)
             result.losses.append(loss)
             result.num_skipped += not succeeded
@@ -124,24 +129,33 @@ class Trainer:
         batches = self._batches(self._data.held_out)
         self._model.eval()
         with torch.no_grad():
-            losses = [self._forward_backward(batches, forward_only=True) for _ in range(self._config.run.eval_batches)]
+            losses = [
+                float(self._forward_backward(batches, forward_only=True)) for _ in range(self._config.run.eval_batches)
+            ]
         self._model.train()
         return math.fsum(losses) / len(losses)
 
     def _step(self, batches: Iterator[Batch]) -> tuple[float, bool, float | None, float]:
         self._model.zero_grad_buffer()
         self._optimizer.zero_grad()
-        loss = self._forward_backward(batches, forward_only=False)
+        with self._monitor.phase(FORWARD_BACKWARD):
+            loss = self._forward_backward(batches, forward_only=False)
+        self._monitor.before_update()
         self._platform.synchronize()
         began = time.perf_counter()
-        succeeded, norm, _ = self._optimizer.step()
-        self._platform.synchronize()
+        with self._monitor.phase(OPTIMIZER):
+            succeeded, norm, _ = self._optimizer.step()
+            self._platform.synchronize()
         optimizer_ms = 1e3 * (time.perf_counter() - began)
+        value, self._measured = self._monitor.read(
+            loss, is_updated=bool(succeeded)
+        )  # before the schedule writes the next learning rate
         if succeeded:
             self._schedule.step(increment=1)
-        return loss, bool(succeeded), None if norm is None else float(norm), optimizer_ms
+        return value, bool(succeeded), None if norm is None else float(norm), optimizer_ms
 
-    def _forward_backward(self, batches: Iterator[Batch], *, forward_only: bool) -> float:
+    def _forward_backward(self, batches: Iterator[Batch], *, forward_only: bool) -> torch.Tensor:
+        """Mean loss over the whole batch, ``(1,)`` float32 on the device of every rank."""
         run = get_forward_backward_func()
         reduced = run(
             forward_step_func=self._forward_step,
@@ -157,7 +171,7 @@ class Trainer:
         # ranks is the mean loss times (data-parallel ranks * tensor-parallel ranks). One float32.
         total = own.float().to(self._platform.device()).reshape(1)
         dist.all_reduce(total)
-        return float(total.item() / (self._dp_size * parallel_state.get_tensor_model_parallel_world_size()))
+        return total.div_(self._dp_size * parallel_state.get_tensor_model_parallel_world_size())
 
     def _forward_step(self, batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
         batch = next(batches)
@@ -196,6 +210,7 @@ class Trainer:
                     "optim/step_ms": round(optimizer_ms, 3),
                     "memory/rank0_mib": round(memory, 1),
                     **rates,
+                    **self._measured,
                 },
             )
 

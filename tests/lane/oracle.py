@@ -37,7 +37,7 @@ def train_with_oracle(ready: Ready, steps: int) -> dict[str, Any]:
     stream, norms, losses = batches(ready.config, 0, 1), [], []
     for _ in range(steps):
         ready.model.zero_grad_buffer()
-        losses.append(ready.trainer._forward_backward(stream, forward_only=False))
+        losses.append(float(ready.trainer._forward_backward(stream, forward_only=False)))
         grads = {param: param.main_grad.double() for param in specs}
         norm = math.sqrt(sum(float(grad.square().sum()) for grad in grads.values()))
         norms.append(norm)
