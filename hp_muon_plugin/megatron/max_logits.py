@@ -92,9 +92,7 @@ def record_logits(attention: Any, largest: torch.Tensor, name: str) -> Logits:
     Raises:
         ConfigError: If its attention keeps the logits to itself.
     """
-    core, config = attention.core_attention, attention.config
-    if getattr(config, "qk_clip", False):
-        raise refusal("megatron-core clips as well (TransformerConfig.qk_clip)", "set qk_clip=False there")
+    core = attention.core_attention
     if isinstance(core, DotProductAttention):
         if getattr(core.scale_mask_softmax, "window_size", None) is not None:
             raise refusal(f"{name} sees a sliding window, which is not implemented", "leave window_size out")

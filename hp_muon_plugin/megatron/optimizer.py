@@ -15,6 +15,7 @@ from hp_muon_plugin.megatron.missing import MissingGradients
 from hp_muon_plugin.megatron.norms import CountedParam, grad_norms, num_zeros
 from hp_muon_plugin.megatron.optimizer_state import load_main_params, sharded_optimizer_state
 from hp_muon_plugin.megatron.qk_clip import QkClip
+from hp_muon_plugin.megatron.refusals import refuse_own_qk_clip
 from hp_muon_plugin.muon.clipping import GradNorms, clip_gradients
 from hp_muon_plugin.muon.gradients import (
     OF_ANOTHER_RANK,
@@ -91,8 +92,9 @@ class HpMuonMegatronOptimizer(MegatronOptimizer):  # type: ignore[misc]  # megat
             chunks: Model chunks of this rank.
 
         Raises:
-            ConfigError: If the logits of a layer cannot be seen or scaled.
+            ConfigError: If the logits of a layer cannot be seen or scaled, or Megatron clips them itself.
         """
+        refuse_own_qk_clip(chunks)
         threshold = self.optimizer.config.qk_clip
         if threshold is not None:
             mains = {pair.model: pair.main for pair in self._pairs}

@@ -111,3 +111,25 @@ def refuse_split_latent(chunks: Sequence[torch.nn.Module]) -> None:
                     "gradient of the rotary key",
                     "set it to 1 (topology.tp=1), or take Transformer Engine's layers (megatron-core 0.16 or later)",
                 )
+
+
+def refuse_own_qk_clip(chunks: Sequence[torch.nn.Module]) -> None:
+    """megatron-core's own QK-clip, which its training loop runs after the optimizer's step.
+
+    It scales the model's weights and masters of Megatron's own optimizers, so that the next step would bring
+    the weights of before back from ours.
+
+    Args:
+        chunks: Model chunks, wrapped or not.
+
+    Raises:
+        ConfigError: With the option to take instead.
+    """
+    for chunk in chunks:
+        if any(getattr(getattr(module, "config", None), "qk_clip", False) for module in chunk.modules()):
+            raise ConfigError(
+                "qk_clip",
+                True,
+                "megatron-core scales bf16 weights and not the masters of this optimizer, which overwrite them",
+                "set qk_clip=False in TransformerConfig, and install({'qk_clip': 100.0}) or another threshold",
+            )

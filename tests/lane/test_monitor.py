@@ -275,18 +275,19 @@ def test_megatrons_own_adamw_is_measured_too(precision: Precision) -> None:
     assert not any(name.startswith("singular") for name in got["metrics"])
 
 
-def _times(launch: Launch) -> Any:
+def _times(launch: Launch, dp: Any) -> Any:
     import torch.distributed as dist
 
     wait = dist.Work.wait
-    ready = build(launch, config_of(moe(), Topology(ep=2)))
+    ready = build(launch, config_of(moe(), Topology(ep=2), dp))
     metrics = run_steps(ready, 2)[-1]
     return metrics, dist.Work.wait is wait
 
 
 @pytest.mark.once
-def test_shares_of_time() -> None:
-    for metrics, is_restored in run_ranks(2, _times):
+@pytest.mark.parametrize("dp", [None, HpFsdp()], ids=["ddp", "fsdp"])
+def test_shares_of_time(dp: Any) -> None:
+    for metrics, is_restored in run_ranks(2, _times, dp):
         assert is_restored
         assert 0 < metrics["time/newton_schulz_ms"] < metrics["time/optimizer_ms"] < metrics["time/step_ms"]
         assert 0 < metrics["time/communication_ms"] < metrics["time/step_ms"]

@@ -238,3 +238,80 @@ def test_evaluation_does_not_count() -> None:
 def test_what_cannot_be_clipped_is_refused_by_the_build_as_well(model: Model) -> None:
     with pytest.raises(RankError, match=r"optimizer\.qk_clip"):
         run_ranks(1, run, model, Topology(), DDP, Precision.fp32, 1.0)
+
+
+class OutsideLogits(torch.nn.Module):
+    """A core attention with Transformer Engine's contract: it keeps a running maximum until it is told to forget.
+
+    Transformer Engine needs CUDA; this computes with megatron-core's attention, and only the contract is its own.
+    """
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.current_max_attn_logits: torch.Tensor | None = None
+        inner.scale_mask_softmax.register_forward_pre_hook(self._see)
+
+    def _see(self, softmax: Any, arguments: tuple[Any, ...]) -> None:
+        found = arguments[0].detach().masked_fill(arguments[1], float("-inf")).amax((0, 2, 3))
+        before = self.current_max_attn_logits
+        self.current_max_attn_logits = found if before is None else torch.max(before, found)
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self.inner(*args, **kwargs)
+
+
+def _outside(launch: Launch, is_outside: bool) -> Any:
+    from hp_muon_plugin.train import setup
+    from lane.harness import VOCAB, start
+
+    config = train_config(GROUPED, optimizer=HpMuon(lr=0.05, qk_clip=0.02))
+    platform = start(launch, config)
+    model, _ = setup.build_model(config, VOCAB, platform)
+    if is_outside:
+        attention = model.module.decoder.layers[0].self_attention
+        attention.core_attention = OutsideLogits(attention.core_attention)
+    optimizer = setup.build_optimizer(config, model)
+    from hp_muon_plugin.train.loop import Trainer
+    from hp_muon_plugin.train.progress import Silent
+
+    schedule = setup.build_schedule(config, optimizer)
+    trainer = Trainer(config, model, optimizer, schedule, data=None, platform=platform, log=None, display=Silent())
+    ready, largest = Ready(config, model, optimizer, schedule, trainer), []
+    for _ in range(6):
+        train(ready, 1)
+        largest.append(optimizer.qk_clip.largest_last.clone())
+    return torch.stack(largest), whole_weights(ready)
+
+
+@pytest.mark.once
+def test_logits_that_attention_gives_itself_clip_alike() -> None:
+    """megatron-core 0.16 never forgets them, so that a head would be clipped for what it did long ago."""
+    wanted, weights = run_ranks(1, _outside, False)[0]
+    largest, same = run_ranks(1, _outside, True)[0]
+    assert wanted.max() > 0.02
+    assert torch.equal(largest, wanted)
+    assert all(torch.equal(weights[name], same[name]) for name in weights)
+
+
+def _cannot(launch: Launch, way: str) -> None:
+    from hp_muon_plugin.train import setup
+    from lane.harness import VOCAB, start
+
+    options = HpMuon(qk_clip=None if way == "own" else 1.0)
+    config = train_config(GROUPED, optimizer=options)
+    model, core_config = setup.build_model(config, VOCAB, start(launch, config))
+    if way == "own":
+        core_config.qk_clip = True
+    else:
+        model.module.decoder.layers[0].self_attention.core_attention = torch.nn.Identity()
+    setup.build_optimizer(config, model)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(
+    ("way", "words"), [("own", "qk_clip=True: .*not the masters"), ("silent", "Identity, which does not give")]
+)
+def test_what_cannot_be_seen_or_would_be_undone_is_refused(way: str, words: str) -> None:
+    with pytest.raises(RankError, match=words):
+        run_ranks(1, _cannot, way)

@@ -28,6 +28,7 @@ from hp_muon_plugin.muon.scale import update_scale
 from hp_muon_plugin.muon.workspace import Workspace
 from hp_muon_plugin.platform.collectives import AxisGroup
 from hp_muon_plugin.platform.protocol import Handle, Wire
+from hp_muon_plugin.platform.spans import NEWTON_SCHULZ, span
 
 _WHAT = "exchange of Gram matrices and factors"
 
@@ -79,13 +80,13 @@ class FactoredBatch:
         self._wait(handles)
         self._bring_in_range()
         for number, run in enumerate(self._engine.runs):
-            with ieee_float32(self._settings):
+            with span(NEWTON_SCHULZ), ieee_float32(self._settings):
                 self._form_grams()
             self._wait(self._send_grams())
             own, handles = self._send_factors(run, is_first=number == 0)
             yield
             self._wait(handles)
-            with ieee_float32(self._settings):
+            with span(NEWTON_SCHULZ), ieee_float32(self._settings):
                 self._apply(parts, own, is_last=number == len(self._engine.runs) - 1)
 
     def _take(self, name: str, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -210,7 +211,8 @@ class FactoredBatch:
             first, count = min(offsets[index] for index in indices), len(indices)
             stretch = slice(first, first + count * short * short)
             grams = sums[stretch].view(count, short, short)
-            own[stretch].view(count, short, short).copy_(self._engine.factor(grams, run, is_first=is_first))
+            with span(NEWTON_SCHULZ):
+                own[stretch].view(count, short, short).copy_(self._engine.factor(grams, run, is_first=is_first))
             self.num_orthogonalized += count if is_first else 0
         for index, factor in self._factors_of_two.items():
             own[offsets[index] :][: side(self._messages.plan.items[index]) ** 2].mul_(factor)
