@@ -51,7 +51,9 @@ def _run(launch: Launch, config: Train) -> Any:
     ready.trainer._step(batches(config, ready.trainer._dp_rank, ready.trainer._dp_size))
     roles = {spec.name: str(spec.role) for spec in specs_of(ready).values()}
     views = {spec.name: spec for spec in specs_of(ready).values()}
+    weights = ready.trainer._monitor._instruments[0]
     return {
+        "sizes": dict(zip(weights._kinds, weights._sizes, strict=True)),
         "first": before[0],
         "metrics": ready.trainer._measured,
         "before": before[1],
@@ -105,6 +107,9 @@ def test_every_weight_and_output_is_counted_once(name: str) -> None:
         names = [name for name in after if roles[name] == role]
         wanted = _rms([after[name] for name in names])
         assert got[f"rms/weight/{role}"] == pytest.approx(wanted, rel=1e-5)
+        assert results[0]["sizes"][role] == sum(
+            after[name].numel() for name in names
+        )  # a copy would not show in an RMS
         moved = _rms([after[name] - before[name] for name in names])
         assert got[f"rms/update/{role}"] == pytest.approx(moved, rel=1e-4)
     _singular_values(results, got)
