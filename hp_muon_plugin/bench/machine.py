@@ -39,12 +39,13 @@ class Rates:
         return max(flops / self.matmul, nbytes / self.copy)
 
 
-def measure_rates(device: torch.device, *, clock: str) -> Rates:
+def measure_rates(device: torch.device, *, clock: str, budget_s: float = _BUDGET_S) -> Rates:
     """Measure the roofs with the number of threads that is set.
 
     Args:
         device: Where.
         clock: ``cpu`` or ``wall``, as the contenders are measured.
+        budget_s: About how long to measure.
 
     Returns:
         The rates.
@@ -61,7 +62,7 @@ def measure_rates(device: torch.device, *, clock: str) -> Rates:
             "copy": lambda: target.copy_(source),
         },
         device=device,
-        budget_s=_BUDGET_S,
+        budget_s=budget_s,
     )
     work = {"matmul": 2.0 * side**3, "matmul_bf16": 2.0 * side**3, "copy": 8.0 * numel}
     return Rates(**{name: work[name] / times[name].median(clock) for name in work})

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hp_muon_plugin.cli import bench_fsdp
+from hp_muon_plugin.cli import bench_fsdp, bench_optimizer
 from hp_muon_plugin.errors import ConfigError, HpMuonError
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ def run(arguments: list[str]) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="BENCHMARK")
     _add_newton_schulz(commands)
     bench_fsdp.add(commands)
+    bench_optimizer.add(commands)
     options = parser.parse_args(arguments)
     from hp_muon_plugin.train.launch import INTERRUPTED_EXIT, Interrupted
 

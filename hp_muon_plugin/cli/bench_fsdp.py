@@ -60,6 +60,7 @@ def run(options: argparse.Namespace) -> int:
     Returns:
         Exit code.
     """
+    beds = testbeds(options)
     _check(options)
     import torch
 
@@ -67,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
     from hp_muon_plugin.bench.report import write_report
 
     rows = []
-    for testbed in _testbeds(options):
+    for testbed in beds:
         found = _measure(options, testbed)
         if isinstance(found, int):
             return found
@@ -84,22 +85,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    if options.ranks < 1 or options.replicas < 1 or options.ranks % options.replicas:
-        fix = f"--ranks={options.ranks} must be a multiple of it"
-        raise ConfigError("--replicas", options.replicas, "does not divide the ranks", fix)
     if options.seconds <= 0:
         raise ConfigError("--seconds", options.seconds, "must be above 0", "give about how long a case may take")
     if options.tokens < 1:
         raise ConfigError("--tokens", options.tokens, "must be above 0", "give the tokens of a rank's batch")
-    if options.supernodes is None:
-        if options.testbed or options.rate:
-            raise ConfigError("--supernodes", None, "--testbed and --rate belong to it", "add --supernodes 2")
-        return
-    if options.supernodes < 1 or options.ranks % options.supernodes:
-        fix = f"--ranks={options.ranks} must be a multiple of it"
-        raise ConfigError("--supernodes", options.supernodes, "does not divide the ranks", fix)
-    if options.testbed is None or not options.testbed.is_file():
-        raise ConfigError("--testbed", options.testbed, "there is no such program", "give what makes the nodes")
 
 
 def _cases(options: argparse.Namespace) -> "list[Case]":
@@ -113,11 +102,32 @@ def _cases(options: argparse.Namespace) -> "list[Case]":
     return cases
 
 
-def _testbeds(options: argparse.Namespace) -> "list[Supernodes | None]":
+def testbeds(options: argparse.Namespace) -> "list[Supernodes | None]":
+    """Check ranks, replicas and the options of the testbed.
+
+    Args:
+        options: Parsed.
+
+    Returns:
+        What to run on, in order; None is this machine.
+
+    Raises:
+        ConfigError: If they do not fit each other.
+    """
+    if options.ranks < 1 or options.replicas < 1 or options.ranks % options.replicas:
+        fix = f"--ranks={options.ranks} must be a multiple of it"
+        raise ConfigError("--replicas", options.replicas, "does not divide the ranks", fix)
+    if options.supernodes is None:
+        if options.testbed or options.rate:
+            raise ConfigError("--supernodes", None, "--testbed and --rate belong to it", "add --supernodes 2")
+        return [None]
+    if options.supernodes < 1 or options.ranks % options.supernodes:
+        fix = f"--ranks={options.ranks} must be a multiple of it"
+        raise ConfigError("--supernodes", options.supernodes, "does not divide the ranks", fix)
+    if options.testbed is None or not options.testbed.is_file():
+        raise ConfigError("--testbed", options.testbed, "there is no such program", "give what makes the nodes")
     from hp_muon_plugin.bench.fsdp import Supernodes
 
-    if options.supernodes is None:
-        return [None]
     program = options.testbed.resolve()
     beds = [Supernodes(program, options.supernodes, rate) for rate in options.rate or ("none", "200mbit", "100mbit")]
     for bed in beds:

@@ -1,0 +1,13 @@
+"""All peers of ``hp-muon bench optimizer``."""
+
+from hp_muon_plugin.bench import opt_peers, opt_peers_owner
+from hp_muon_plugin.bench.opt_contenders import Peer
+
+
+def peers() -> dict[str, Peer]:
+    """All of them.
+
+    Returns:
+        By name.
+    """
+    return opt_peers.PEERS | opt_peers_owner.PEERS

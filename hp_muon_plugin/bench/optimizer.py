@@ -1,0 +1,187 @@
+"""``hp-muon bench optimizer``: makes rows of what a race found."""
+
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hp_muon_plugin.bench.fsdp_traffic import SLOW
+from hp_muon_plugin.bench.opt_cases import Case, least_bytes
+from hp_muon_plugin.bench.opt_contenders import OURS, Peer
+from hp_muon_plugin.bench.opt_convention import Convention
+from hp_muon_plugin.bench.opt_lane import Job, Lane
+from hp_muon_plugin.bench.opt_ours import CONVENTION, contenders
+from hp_muon_plugin.bench.opt_places import Places
+from hp_muon_plugin.bench.opt_race import Entrant, Result, race
+from hp_muon_plugin.bench.report import Row
+from hp_muon_plugin.bench.timing import paired_ratio
+
+_CLOCKS = ("wall", "cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """Who takes part.
+
+    Attributes:
+        strategies: Ours.
+        peers: Everybody else, by name.
+        places: Where peers run.
+    """
+
+    strategies: tuple[str, ...]
+    peers: Mapping[str, Peer]
+    places: Places
+
+
+def run_cases(cases: Sequence[Case], field: Field, job: Job, folder: Path, *, seconds: float) -> list[Result]:
+    """Race every case. Lanes are started once, and ended whatever happens.
+
+    Args:
+        cases: Models.
+        field: Who takes part.
+        job: What all lanes share.
+        folder: An empty folder for logs and weights.
+        seconds: About how long to time one case.
+
+    Returns:
+        A result for each case.
+
+    Raises:
+        LaneError: If ours cannot be started.
+        Interrupted: After Ctrl-C.
+    """
+    lanes: dict[tuple[Any, ...], Lane] = {}
+
+    def lane_of(python: str, environment: Mapping[str, str]) -> Lane:
+        key = (python, *sorted(environment.items()))
+        if key not in lanes:
+            lanes[key] = Lane(python, job, folder / f"lane{len(lanes)}", environment)
+        return lanes[key]
+
+    main = lane_of(sys.executable, {})
+    entrants = {name: Entrant(main, CONVENTION) for name in contenders(field.strategies)}
+    for name, python in field.places.python.items():
+        peer = field.peers[name]
+        lane = main if job.testbed is not None else lane_of(python, peer.environment)
+        entrants[name] = Entrant(lane, peer.convention)
+    try:
+        for lane in lanes.values():
+            lane.start()
+        return [race(case, entrants, main, folder / "weights", seconds=seconds) for case in cases]
+    finally:
+        for lane in lanes.values():
+            lane.stop()
+
+
+def rows(result: Result, field: Field, job: Job) -> list[Row]:
+    """What was found.
+
+    Args:
+        result: Of one case.
+        field: Who took part.
+        job: What all lanes shared.
+
+    Returns:
+        For each of our contenders, one row by wall time and one by CPU time.
+    """
+    table = _Table(result, field, job)
+    return [table.row(ours, clock) for ours in result.found if ours.startswith(OURS) for clock in _CLOCKS]
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    result: Result
+    field: Field
+    job: Job
+
+    def row(self, ours: str, clock: str) -> Row:
+        found = self.result.found
+        peers = [name for name in found if not name.startswith(OURS)]
+        ratios = {name: self._ratio(name, ours, clock) for name in peers}
+        right = [ratios[name] for name in peers if self._is_right(name) and self._is_right(ours)]
+        shown = [ours, *peers]
+        return Row(
+            case=self._case(ours),
+            threads=1,
+            clock=clock,
+            ours=self._ms(ours, clock),
+            peers={name: self._ms(name, clock) for name in peers},
+            ratio=min(right, default=0.0),
+            floor=1e3 * self.floor_s(clock),
+            right_ratio=min(right, default=None),
+            ratios=ratios,
+            errors={OURS if name == ours else name: found[name].verdict.error for name in shown},
+            notes=self._notes(ours, shown),
+        )
+
+    def _ms(self, name: str, clock: str) -> float:
+        entry = self.result.found[name]
+        return 1e3 * entry.times(set(entry.rounds)).median(clock)
+
+    def _ratio(self, peer: str, ours: str, clock: str) -> float:
+        above, below = self.result.found[peer], self.result.found[ours]
+        both = set(above.rounds) & set(below.rounds)
+        return paired_ratio(above.times(both), below.times(both), clock)
+
+    def _is_right(self, name: str) -> bool:
+        return self.result.found[name].verdict.is_right
+
+    def _case(self, ours: str) -> str:
+        shards, replicas = self.job.num_ranks // self.job.replicas, self.job.replicas
+        mesh = f"{replicas}x{shards}" if replicas > 1 else f"{shards} ranks"
+        rate = f" at {self.job.testbed.rate}" if self.job.testbed else ""
+        return f"{self.result.case} {mesh}{rate}: {ours.removeprefix(OURS).strip()}"
+
+    def floor_s(self, clock: str) -> float:
+        """The longer of computing everything once, and of sending the least that must be sent."""
+        result, job = self.result, self.job
+        flops = sum(weight.ns_flops() for weight in result.case.weights) / job.num_ranks
+        sent = sum(least_bytes(weight, job.num_ranks // job.replicas) for weight in result.case.weights)
+        speed = result.link[clock]
+        if job.testbed is not None and clock == "wall" and job.testbed.bytes_per_s:
+            counts = [entry.sent.get(SLOW, []) for entry in result.found.values()]
+            sent = min((statistics.median(count) for count in counts if count), default=0.0)
+            speed = job.testbed.bytes_per_s
+        return max(flops / result.rates[clock]["matmul"], sent / speed if speed else 0.0)
+
+    def _notes(self, ours: str, names: list[str]) -> dict[str, Any]:
+        found = self.result.found
+        notes: dict[str, Any] = {"rounds": len(found[ours].rounds)}
+        wrong = [
+            f"{name} ({found[name].verdict.name} is off by {found[name].verdict.error:.1e})"
+            for name in names
+            if not self._is_right(name)
+        ]
+        if wrong:
+            notes["WRONG"] = ", ".join(wrong)
+        for name, why in self.result.failed.items():
+            notes[f"FAILED {name}"] = why
+        for name, why in self.field.places.absent.items():
+            notes[f"absent {name}"] = why
+        for name in names:
+            notes[f"c10d calls of {name}"] = _told(found[name].calls)
+            if self.job.testbed is not None:
+                notes[f"slow-link MB of {name}"] = round(statistics.median(found[name].sent.get(SLOW, [0])) / 1e6, 3)
+        gflop = sum(weight.ns_flops() for weight in self.result.case.weights) / 1e9
+        return notes | {"GFLOP of all matrices": round(gflop, 1)}
+
+
+def _told(counts: Mapping[str, tuple[int, int]]) -> str:
+    if not counts:
+        return "none"
+    return ", ".join(f"{number} {kind} ({num_bytes / 1e6:.1f} MB)" for kind, (number, num_bytes) in counts.items())
+
+
+def conventions(field: Field) -> dict[str, Convention]:
+    """What everyone's step is.
+
+    Args:
+        field: Who takes part.
+
+    Returns:
+        By name.
+    """
+    return {OURS: CONVENTION} | {name: field.peers[name].convention for name in field.places.python}

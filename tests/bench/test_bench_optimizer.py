@@ -1,0 +1,275 @@
+"""``hp-muon bench optimizer``: what it writes, whom it believes, and who is missing; not how fast anything is."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hp_muon_plugin.bench import opt_places
+from hp_muon_plugin.bench.fsdp import Supernodes
+from hp_muon_plugin.bench.opt_cases import NAMED, Weight, least_bytes, parse_case
+from hp_muon_plugin.bench.opt_contenders import OURS, Contender, Peer, Setting, torch_sharded
+from hp_muon_plugin.bench.opt_convention import LEAST_LIMIT, Convention, Decay, Reference, Verdict
+from hp_muon_plugin.bench.opt_everyone import peers
+from hp_muon_plugin.bench.opt_lane import Job, Lane, LaneError
+from hp_muon_plugin.bench.opt_ours import CONVENTION, REPLICATED, build_replicated
+from hp_muon_plugin.bench.opt_peers import torch_muon
+from hp_muon_plugin.bench.opt_places import Places, find_places
+from hp_muon_plugin.bench.opt_race import Entrant, Found, Result, _turns, race
+from hp_muon_plugin.bench.opt_rank import Rank, make_mesh
+from hp_muon_plugin.bench.optimizer import Field, rows
+from hp_muon_plugin.cli.main import main
+from hp_muon_plugin.config.choices import ScaleMode
+from hp_muon_plugin.errors import ConfigError
+from hp_muon_plugin.train.environment import Launch
+from hp_muon_plugin.train.launch import Stop
+from tests.dist_pool import joined, run_ranks
+
+TINY = "2x9x16+[4,12,8]"  # nine rows: ranks hold uneven shards
+TORCH = "torch.optim.Muon"
+REPLICATED_NAME = f"{OURS} {REPLICATED}"
+
+
+def bench(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "optimizer", *arguments])
+    return int(ended.value.code or 0)
+
+
+def test_rows_hold_a_peer_of_another_interpreter_and_who_is_absent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "python"  # the same one, by another name: its ranks start as those of a foreign environment
+    other.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n', encoding="ascii")
+    other.chmod(0o755)
+    options = ["--only", "8x12+[2,8,4]", "--ranks", "2", "--seconds", "0.1", "--strategies", REPLICATED]
+    options += ["--peers", f"{TORCH},muonium", "--peer-python", f"{TORCH}={other}", "--out", str(tmp_path)]
+    assert bench(*options) == 0
+    found = json.loads((tmp_path / "optimizer.json").read_text())
+    assert [(row["case"], row["clock"]) for row in found["rows"]] == [
+        ("8x12+[2,8,4] 2 ranks: replicated", clock) for clock in ("wall", "cpu")
+    ]
+    for row in found["rows"]:
+        assert row["ratio"] == row["ratios"][TORCH] > 0
+        assert row["floor"] > 0
+        assert row["errors"][OURS] < LEAST_LIMIT
+        assert row["errors"][TORCH] > LEAST_LIMIT  # it iterates in bf16
+        assert "WRONG" not in row["notes"]
+        assert "pip install muonium" in row["notes"]["absent muonium"]
+    assert "absent: muonium" in capsys.readouterr().err
+
+
+class PerShard(torch.optim.Optimizer):
+    """Orthogonalises what a rank holds of a matrix as if it were the whole: no communication, and wrong."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model.parameters(), {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            u, _, vt = torch.linalg.svd(parameter.grad.to_local(), full_matrices=False)
+            parameter.to_local().sub_(u @ vt, alpha=0.1)
+
+
+def build_per_shard(setting: Setting) -> Contender:
+    return torch_sharded(setting, PerShard)
+
+
+def weights_of_three(launch: Launch, folder: str) -> None:
+    joined(launch)
+    torch.set_num_threads(1)
+    setting = Setting(parse_case(TINY, "x"), make_mesh(1))
+    rank = Rank.__new__(Rank)
+    rank._running = {}
+    builders = {REPLICATED_NAME: build_replicated, TORCH: torch_muon, "per shard": build_per_shard}
+    for number, (name, build) in enumerate(builders.items()):
+        rank._running[name] = build(setting)
+        rank.do({"do": "judge", "name": name, "path": f"{folder}/{number}.{{}}.pt"})
+
+
+def test_a_wrong_optimizer_is_told_and_has_no_part_in_the_ratio(tmp_path: Path) -> None:
+    run_ranks(2, weights_of_three, str(tmp_path))
+    reference = Reference(parse_case(TINY, "x"))
+    verdicts = []
+    for number, convention in enumerate([CONVENTION, peers()[TORCH].convention, CONVENTION]):
+        ranks = [torch.load(tmp_path / f"{number}.{rank}.pt") for rank in range(2)]
+        verdicts.append(reference.judge(convention, ranks))
+    ours, right, wrong = verdicts
+    assert ours.error < 1e-5
+    assert right.is_right
+    assert not wrong.is_right
+    found = {
+        name: entry_of(verdict) for name, verdict in zip((REPLICATED_NAME, TORCH, "per shard"), verdicts, strict=True)
+    }
+    for number in range(3):
+        found["per shard"].rounds[number] = {"cpu": 0.001, "wall": 0.001}  # fast
+    (row, _) = rows(result_of(found), FIELD, JOB)
+    assert row.notes["WRONG"].startswith("per shard (layers.")
+    assert row.ratio == row.ratios[TORCH] == pytest.approx(1.0)
+    assert row.ratios["per shard"] < 1.0
+    found[REPLICATED_NAME].verdict = wrong
+    (row, _) = rows(result_of(found), FIELD, JOB)
+    assert row.ratio == 0.0
+
+
+def entry_of(verdict: Verdict) -> Found:
+    return Found(verdict, {}, {number: {"cpu": 0.1, "wall": 0.2} for number in range(3)})
+
+
+def result_of(found: dict[str, Found]) -> Result:
+    rates = {clock: {"matmul": 1e9, "matmul_bf16": 1e9, "copy": 1e9} for clock in ("cpu", "wall")}
+    return Result(parse_case(TINY, "x"), found, {"gone": "it broke"}, rates, {"cpu": 1e9, "wall": 1e9})
+
+
+FIELD = Field((REPLICATED,), {}, Places(absent={"away": "not installed"}))
+JOB = Job(2, 1, 60.0, Stop())
+RIGHT = Verdict(0.0, 1e-4, "")
+
+
+def test_who_fails_and_who_is_absent_stands_in_the_notes() -> None:
+    (row, _) = rows(result_of({REPLICATED_NAME: entry_of(RIGHT)}), FIELD, JOB)
+    assert row.notes["FAILED gone"] == "it broke"
+    assert row.notes["absent away"] == "not installed"
+    assert row.right_ratio is None
+
+
+def test_rounds_are_paired_where_a_slow_peer_ran_in_some() -> None:
+    found = {REPLICATED_NAME: entry_of(RIGHT), "slow": entry_of(RIGHT)}
+    found["slow"].rounds = {1: {"cpu": 0.3, "wall": 0.6}}
+    (row, _) = rows(result_of(found), FIELD, JOB)
+    assert row.ratio == pytest.approx(3.0)
+
+
+def test_the_slow_link_bounds_the_step_on_the_testbed() -> None:
+    found = {REPLICATED_NAME: entry_of(RIGHT), TORCH: entry_of(RIGHT)}
+    found[REPLICATED_NAME].sent, found[TORCH].sent = {"eth0": [3_000_000] * 3}, {"eth0": [9_000_000] * 3}
+    job = Job(2, 1, 60.0, Stop(), Supernodes(Path("x"), 2, "100mbit"))
+    (wall, _) = rows(result_of(found), FIELD, job)
+    assert wall.floor == pytest.approx(1e3 * 3e6 / 12.5e6)
+    assert wall.notes[f"slow-link MB of {TORCH}"] == 9.0
+
+
+def test_a_slow_contender_runs_in_every_third_round() -> None:
+    turns = list(_turns({"fast": 1.0, "slow": 5.0}, 0.0))
+    assert [number for name, number in turns if name == "slow"] == [0, 3]
+    assert [number for name, number in turns if name == "fast"] == [0, 1, 2, 3, 4]
+    assert [name for name, number in turns if number == 3] == ["slow", "fast"]
+
+
+def test_a_contender_that_breaks_its_lane_is_reported_and_the_others_go_on(tmp_path: Path) -> None:
+    with Stop() as stop:
+        lane = Lane(sys.executable, Job(1, 1, 60.0, stop), tmp_path / "lane")
+        lane.start()
+        try:
+            entrants = {name: Entrant(lane, CONVENTION) for name in ("nobody", REPLICATED_NAME)}
+            result = race(parse_case("4x6", "x"), entrants, lane, tmp_path, seconds=0.0)
+        finally:
+            lane.stop()
+        assert "KeyError: 'nobody'" in result.failed["nobody"]
+        assert result.found[REPLICATED_NAME].verdict.is_right
+        assert len(result.found[REPLICATED_NAME].rounds) == 5
+
+
+def test_a_lane_that_cannot_start_says_why(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho no torch here >&2\nexit 3\n", encoding="ascii")
+    python.chmod(0o755)
+    with Stop() as stop, pytest.raises(LaneError, match="a rank ended: no torch here"):
+        Lane(str(python), Job(2, 1, 60.0, stop), tmp_path / "lane").start()
+
+
+def test_an_environment_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
+    monkeypatch.setattr(opt_places, "_run", commands.append)
+    monkeypatch.setattr(opt_places, "_importable", lambda python, found: list(found) if "made" in python else [])
+    peer = Peer(
+        build_replicated, Convention(), "some_module", ("some-package",), no_dependencies=("bare",), venv="made"
+    )
+    options: dict[str, Any] = {"named": {}, "folder": tmp_path, "replicas": 1, "is_here_only": False}
+    python = tmp_path / "made" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.touch()
+    for _ in range(2):
+        assert find_places({"peer": peer}, **options).python == {"peer": str(python)}
+    assert [command[-1] for command in commands] == [str(tmp_path / "made"), "some-package", "bare"]
+    assert "torch==2.13.0" in commands[1]
+    assert "--no-deps" in commands[2]
+
+
+def test_peers_without_a_place_are_absent_with_the_reason(tmp_path: Path) -> None:
+    def peer(**options: Any) -> Peer:
+        return Peer(build_replicated, Convention(), "hp_no_such_module", ("hp-no-such-package",), **options)
+
+    wanted = {"flat": peer(has_replicas=False), "new": peer(needs_python=(3, 99)), "other": peer()}
+    options: dict[str, Any] = {"named": {}, "replicas": 2}
+    found = find_places({"flat": wanted["flat"], "new": wanted["new"]}, folder=tmp_path, is_here_only=False, **options)
+    assert found.absent["flat"] == "has no form for a mesh with replicas"
+    assert found.absent["new"] == "needs python3.99, which is not on PATH"
+    found = find_places({"other": wanted["other"]}, folder=None, is_here_only=False, **options)
+    assert found.absent["other"].startswith("not installed; pip install hp-no-such-package")
+    found = find_places({"other": wanted["other"]}, folder=tmp_path, is_here_only=True, **options)
+    assert found.absent["other"] == "not in this interpreter"
+
+
+def test_scaled_decay_is_another_step() -> None:
+    reference = Reference(parse_case("8x4", "x"))
+    name = "layers.0.matrix_0"
+    plain, scaled = (
+        reference.changes(Convention(ScaleMode.shape_scaling, decay=decay), "float64")[name] for decay in Decay
+    )
+    assert float((plain - scaled).abs().max()) > 1e-4
+
+
+def test_a_nan_or_a_missing_element_is_wrong() -> None:
+    case = parse_case("4x6", "x")
+    reference, (weight,) = Reference(case), case.weights
+    whole = torch.full((weight.numel,), float("nan"))
+    assert reference.judge(CONVENTION, [{weight.full_name: [(0, whole)]}]).error == 1.0
+    assert reference.judge(CONVENTION, [{weight.full_name: [(0, torch.zeros(5))]}]).error == 1.0
+    assert not reference.judge(CONVENTION, [{}]).is_right
+
+
+def test_the_505b_model_is_divided() -> None:
+    shapes = {weight.name: weight.shape for weight in parse_case("505b", "x").weights}
+    assert shapes["kv_down"] == (72, 640)
+    assert shapes["experts_down"] == (16, 640, 224)
+    assert shapes["mlp_gate"] == (2304, 640)
+
+
+def test_bytes_of_the_floor() -> None:
+    assert least_bytes(Weight(0, "experts", (8, 4, 6)), 4) == 0.0
+    assert least_bytes(Weight(0, "wide", (8, 32)), 4) == 4 * 2 * 8 * 32 * 3 / 16  # rows to an owner, and back
+    assert least_bytes(Weight(0, "tall", (64, 4)), 4) == 4 * 2 * 4 * 4 * 3 / 4  # the Gram matrix, all-reduced
+
+
+@pytest.mark.parametrize("text", [*NAMED, "1dense+1moe4/64", "74x24x10240", "[4,8,6]+2x3x4"])
+def test_cases_are_read(text: str) -> None:
+    assert parse_case(text, "x").weights
+
+
+@pytest.mark.parametrize("text", ["0dense", "1moe0", "1dense/3", "1dense/128", "what", "", "1dense+"])
+def test_what_is_no_case_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="is no case"):
+        parse_case(text, "x")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--only", "512"], "--only=512: is no case"),
+        (["--replicas", "3"], "--replicas=3: does not divide the ranks"),
+        (["--seconds", "0"], "--seconds=0.0: must be above 0"),
+        (["--peers", "nobody"], "--peers=nobody: is not known"),
+        (["--strategies", "magic"], "--strategies=magic: is not known"),
+        (["--peer-python", "muonium"], "--peer-python=muonium: is no NAME=PYTHON"),
+        (["--peers", "muonium", "--peer-python", "muonium=/gone"], "--peer-python=/gone: does not run"),
+        (["--supernodes", "2", "--testbed", "gone"], "--testbed=gone: there is no such program"),
+    ],
+)
+def test_wrong_options_name_themselves(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench(*arguments) == 2
+    assert message in capsys.readouterr().err
