@@ -8,13 +8,15 @@ from torch import nn
 from hp_muon_plugin.bench.opt_cases import Model
 from hp_muon_plugin.bench.opt_contenders import OURS, Builder, Contender, Setting, torch_sharded
 from hp_muon_plugin.bench.opt_convention import LEARNING_RATE, MOMENTUM, WEIGHT_DECAY, Convention
+from hp_muon_plugin.config.choices import Strategy
 from hp_muon_plugin.fsdp import hp_fully_shard
 from hp_muon_plugin.muon import build_optimizer
 
 CONVENTION = Convention()
 REPLICATED = "replicated"
 """Every rank holds all gradients and does all the work, as under DDP: what needs no strategy."""
-STRATEGIES: tuple[str, ...] = (REPLICATED,)
+DEFAULT: tuple[str, ...] = tuple(Strategy)
+STRATEGIES: tuple[str, ...] = (*DEFAULT, REPLICATED)
 
 
 def contenders(strategies: tuple[str, ...]) -> dict[str, Builder]:

@@ -42,7 +42,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     parser.add_argument("--only", metavar="CASE", action="append", help="505b, dense, or 1dense+1moe16; may repeat")
     parser.add_argument("--ranks", type=int, default=4, help="ranks (default 4)")
     parser.add_argument("--replicas", type=int, default=1, help="size of the replicate axis: HSDP (default 1)")
-    parser.add_argument("--strategies", metavar="LIST", help="of ours, comma-separated (default: all)")
+    parser.add_argument("--strategies", metavar="LIST", help="of ours, comma-separated; also replicated (default: all but that)")
     parser.add_argument("--peers", metavar="LIST", help="comma-separated, or none (default: all that are found)")
     parser.add_argument(
         "--peer-python", metavar="NAME=PYTHON", action="append", default=[], help="run a peer there; may repeat"
@@ -101,12 +101,12 @@ def _cases(options: argparse.Namespace) -> "list[Case]":
 
 def _field(options: argparse.Namespace) -> "Field":
     from hp_muon_plugin.bench.opt_everyone import peers
-    from hp_muon_plugin.bench.opt_ours import STRATEGIES
+    from hp_muon_plugin.bench.opt_ours import DEFAULT, STRATEGIES
     from hp_muon_plugin.bench.opt_places import find_places
     from hp_muon_plugin.bench.optimizer import Field
 
     known = peers()
-    strategies = _chosen("--strategies", options.strategies, list(STRATEGIES))
+    strategies = _chosen("--strategies", options.strategies or ",".join(DEFAULT), list(STRATEGIES))
     names = [] if options.peers == "none" else _chosen("--peers", options.peers, list(known))
     named = {}
     for text in options.peer_python:
