@@ -71,10 +71,10 @@ class Contender:
     def __init__(
         self, model: nn.Module, setting: Setting, make: Callable[[nn.Module], Stepper], *, is_stacked: bool = True
     ) -> None:
-        self.model, self._is_stacked = model, is_stacked
-        self.runs = list(self._runs(setting.case))
+        self.model, self._case, self._is_stacked = model, setting.case, is_stacked
         self._grads: dict[int, list[torch.Tensor]] = {}
         self.optimizer = make(model)
+        self.runs = list(self._runs())  # after the optimizer, which may lay parameters out anew
 
     def step(self) -> None:
         """One step of the optimizer."""
@@ -122,16 +122,13 @@ class Contender:
             By name of the weight: first element, and values.
         """
         found: dict[str, list[tuple[int, torch.Tensor]]] = {}
-        for run in self._runs_now():
+        for run in self._runs():
             found.setdefault(run.weight.full_name, []).append((run.first, run.value.detach().float().clone().view(-1)))
         return found
 
-    def _runs_now(self) -> list[Run]:
-        return self.runs
-
-    def _runs(self, case: Case) -> Iterator[Run]:
+    def _runs(self) -> Iterator[Run]:
         named = dict(self.model.named_parameters())
-        for weight in case.weights:
+        for weight in self._case.weights:
             for name, start, _ in parts_of(
                 weight, torch.empty(weight.shape, device="meta"), is_stacked=self._is_stacked
             ):

@@ -1,16 +1,19 @@
 """Our contenders of ``hp-muon bench optimizer``."""
 
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from hp_muon_plugin.bench.opt_cases import Model
-from hp_muon_plugin.bench.opt_contenders import OURS, Builder, Contender, Setting, torch_sharded
+from hp_muon_plugin.bench.opt_contenders import OURS, Builder, Contender, Run, Setting, torch_sharded
 from hp_muon_plugin.bench.opt_convention import LEARNING_RATE, MOMENTUM, WEIGHT_DECAY, Convention
-from hp_muon_plugin.config.choices import Strategy
+from hp_muon_plugin.config.choices import OuterMode, Strategy
 from hp_muon_plugin.fsdp import hp_fully_shard
+from hp_muon_plugin.fsdp.api import schedule_of
 from hp_muon_plugin.muon import build_optimizer
+from hp_muon_plugin.muon.distributed.shards import shards_of
 
 CONVENTION = Convention()
 REPLICATED = "replicated"
@@ -19,14 +22,16 @@ DEFAULT: tuple[str, ...] = tuple(Strategy)
 STRATEGIES: tuple[str, ...] = (*DEFAULT, REPLICATED)
 
 
-def contenders(strategies: tuple[str, ...]) -> dict[str, Builder]:
+def contenders(strategies: tuple[str, ...], *, replicas: int) -> dict[str, Builder]:
     """Ours, by name.
 
     Args:
         strategies: Which.
+        replicas: Size of the replicate axis.
 
     Returns:
-        One contender for each strategy and each way of sharding.
+        One contender for each strategy and each way of sharding; with replicas, ``auto`` also in the modes
+        that divide matrices between them.
     """
     found: dict[str, Builder] = {}
     for strategy in strategies:
@@ -35,6 +40,9 @@ def contenders(strategies: tuple[str, ...]) -> dict[str, Builder]:
             continue
         found[f"{OURS} {strategy} (hp)"] = partial(build_hp, strategy=strategy)
         found[f"{OURS} {strategy} (fsdp2)"] = partial(build_fsdp2, strategy=strategy)
+        if replicas > 1 and strategy == Strategy.auto:
+            for outer in (OuterMode.broadcast, OuterMode.shard):
+                found[f"{OURS} {strategy} (hp {outer})"] = partial(build_hp, strategy=strategy, outer=outer)
     return found
 
 
@@ -53,18 +61,36 @@ def make(model: nn.Module, **options: Any) -> Any:
     )
 
 
+class HpContender(Contender):
+    """A model under ``hp_fully_shard``; a step ends when the weights of other replicas have arrived, too."""
+
+    @cached_property
+    def _owned(self) -> set[nn.Parameter]:
+        return {shard.param for shard in shards_of(self.model) if shard.is_owned}
+
+    def step(self) -> None:
+        """See :meth:`Contender.step`."""
+        super().step()
+        schedule_of(self.model).settle_weights()
+
+    def set_gradient(self, run: Run, grad: torch.Tensor) -> None:
+        """Only the replica that updates a parameter holds its gradient."""
+        if run.parameter in self._owned:
+            super().set_gradient(run, grad)
+
+
 def build_replicated(setting: Setting) -> Contender:
     """Every rank does everything."""
     return Contender(Model(setting.case, is_stacked=True), setting, make)
 
 
-def build_hp(setting: Setting, *, strategy: str) -> Contender:
+def build_hp(setting: Setting, *, strategy: str, outer: OuterMode = OuterMode.replicate) -> Contender:
     """Over our ``hp_fully_shard``."""
     model = Model(setting.case, is_stacked=True)
     for layer in model.layers:
         hp_fully_shard(layer, setting.mesh)
-    hp_fully_shard(model, setting.mesh)
-    return Contender(model, setting, partial(make, strategy=strategy))
+    hp_fully_shard(model, setting.mesh, outer=outer)
+    return HpContender(model, setting, partial(make, strategy=strategy))
 
 
 def build_fsdp2(setting: Setting, *, strategy: str) -> Contender:

@@ -138,7 +138,7 @@ def builder_of(name: str) -> Builder:
     if name.startswith(OURS):
         from hp_muon_plugin.bench.opt_ours import STRATEGIES, contenders
 
-        return contenders(STRATEGIES)[name]
+        return contenders(STRATEGIES, replicas=2)[name]
     from hp_muon_plugin.bench.opt_everyone import peers
 
     return peers()[name].build

@@ -62,7 +62,7 @@ def run_cases(cases: Sequence[Case], field: Field, job: Job, folder: Path, *, se
         return lanes[key]
 
     main = lane_of(sys.executable, {})
-    entrants = {name: Entrant(main, CONVENTION) for name in contenders(field.strategies)}
+    entrants = {name: Entrant(main, CONVENTION) for name in contenders(field.strategies, replicas=job.replicas)}
     for name, python in field.places.python.items():
         peer = field.peers[name]
         lane = main if job.testbed is not None else lane_of(python, peer.environment)

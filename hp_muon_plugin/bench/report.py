@@ -164,7 +164,8 @@ def _plot(path: Path, title: str, rows: Sequence[Row]) -> None:
         f"time of the peer / ours ({clock} time, {threads} thread{'s' * (threads > 1)}); right of 1: ours is faster"
     )
     axes.set_title(title)
-    axes.legend(fontsize=8)
+    if peers:
+        axes.legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     pyplot.close(figure)

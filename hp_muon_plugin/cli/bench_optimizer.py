@@ -4,7 +4,7 @@ import argparse
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hp_muon_plugin.cli.bench_fsdp import testbeds
 from hp_muon_plugin.errors import ConfigError
@@ -42,7 +42,9 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     parser.add_argument("--only", metavar="CASE", action="append", help="505b, dense, or 1dense+1moe16; may repeat")
     parser.add_argument("--ranks", type=int, default=4, help="ranks (default 4)")
     parser.add_argument("--replicas", type=int, default=1, help="size of the replicate axis: HSDP (default 1)")
-    parser.add_argument("--strategies", metavar="LIST", help="of ours, comma-separated; also replicated (default: all but that)")
+    parser.add_argument(
+        "--strategies", metavar="LIST", help="of ours, comma-separated; also replicated (default: all but that)"
+    )
     parser.add_argument("--peers", metavar="LIST", help="comma-separated, or none (default: all that are found)")
     parser.add_argument(
         "--peer-python", metavar="NAME=PYTHON", action="append", default=[], help="run a peer there; may repeat"
@@ -75,20 +77,23 @@ def run(options: argparse.Namespace) -> int:
     import torch
 
     from hp_muon_plugin.bench.machine import describe
+    from hp_muon_plugin.bench.opt_mission import table
     from hp_muon_plugin.bench.report import write_report
 
     for name, why in field.places.absent.items():
         print(f"absent: {name}: {why}", file=sys.stderr)
     machine = describe(torch.device("cpu")) | {"ranks": options.ranks}
     made: list[Row] = []
+    figures: list[dict[str, Any]] = []
     for testbed in beds:
-        found = _measure(options, cases, field, testbed, machine)
+        found = _measure(options, cases, field, testbed, machine, figures)
         if found is None:
             return 1
         made += found
+    about = [text for text in (*_ABOUT, table(figures)) if text]
     name = "optimizer" + (f"_{options.replicas}x{options.ranks // options.replicas}" if options.replicas > 1 else "")
     name += "_supernodes" if options.supernodes else ""
-    for path in write_report(options.out, name, "Distributed Muon", made, machine, about=_ABOUT):
+    for path in write_report(options.out, name, "Distributed Muon", made, machine, about=about):
         print(path)
     return 0
 
@@ -139,8 +144,10 @@ def _measure(
     field: "Field",
     testbed: "Supernodes | None",
     machine: dict[str, object],
+    figures: list[dict[str, Any]],
 ) -> "list[Row] | None":
     from hp_muon_plugin.bench.opt_lane import Job, LaneError
+    from hp_muon_plugin.bench.opt_mission import compare
     from hp_muon_plugin.bench.optimizer import rows, run_cases
     from hp_muon_plugin.train.launch import Stop
 
@@ -154,6 +161,7 @@ def _measure(
             return None
     for result in results:
         found = rows(result, field, job)
+        figures += compare(result, replicas=options.replicas)
         machine[f"rates of a rank in {result.case} (GFLOP/s, GB/s)"] = _rates(result.rates["wall"], result.link["wall"])
         made += found
         for row in found:
@@ -169,4 +177,5 @@ def _line(row: "Row") -> str:
     peers = ", ".join(f"{name} {time:.4g} ({row.ratios[name]:.2f}x)" for name, time in row.peers.items())
     bad = [f"{key}: {value}" for key, value in row.notes.items() if key.startswith(("WRONG", "FAILED"))]
     told = "; ".join(text for text in (peers, *bad) if text)
-    return f"{row.case}: ours {row.ours:.4g} ms {row.clock}, ratio {row.ratio:.2f}, floor {row.floor:.4g}; {told}"
+    head = f"{row.case}: ours {row.ours:.4g} ms {row.clock}, ratio {row.ratio:.2f}, floor {row.floor:.4g}"
+    return f"{head}; {told}" if told else head
