@@ -2,28 +2,28 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from hp_muon_plugin.bench import opt_places
+from hp_muon_plugin.bench import opt_mission, opt_naive, opt_places
 from hp_muon_plugin.bench.fsdp import Supernodes
-from hp_muon_plugin.bench.opt_cases import NAMED, Weight, least_bytes, parse_case
-from hp_muon_plugin.bench.opt_contenders import OURS, Contender, Peer, Setting, torch_sharded
-from hp_muon_plugin.bench.opt_convention import LEAST_LIMIT, Convention, Decay, Reference, Verdict
+from hp_muon_plugin.bench.opt_cases import parse_case
+from hp_muon_plugin.bench.opt_contenders import OURS, Builder, Contender, Peer, Setting, torch_sharded
+from hp_muon_plugin.bench.opt_convention import LEAST_LIMIT, Convention, Reference, Verdict
 from hp_muon_plugin.bench.opt_everyone import peers
 from hp_muon_plugin.bench.opt_lane import Job, Lane, LaneError
-from hp_muon_plugin.bench.opt_ours import CONVENTION, REPLICATED, build_replicated
+from hp_muon_plugin.bench.opt_naive import NAIVE
+from hp_muon_plugin.bench.opt_ours import CONVENTION, DEFAULT, REPLICATED, build_replicated, contenders
 from hp_muon_plugin.bench.opt_peers import torch_muon
 from hp_muon_plugin.bench.opt_places import Places, find_places
 from hp_muon_plugin.bench.opt_race import Entrant, Found, Result, _turns, race
 from hp_muon_plugin.bench.opt_rank import Rank, make_mesh
 from hp_muon_plugin.bench.optimizer import Field, rows
 from hp_muon_plugin.cli.main import main
-from hp_muon_plugin.config.choices import ScaleMode
-from hp_muon_plugin.errors import ConfigError
 from hp_muon_plugin.train.environment import Launch
 from hp_muon_plugin.train.launch import Stop
 from tests.dist_pool import joined, run_ranks
@@ -79,20 +79,20 @@ def build_per_shard(setting: Setting) -> Contender:
     return torch_sharded(setting, PerShard)
 
 
-def weights_of_three(launch: Launch, folder: str) -> None:
+def weights_of(launch: Launch, folder: str, text: str, replicas: int, builders: dict[str, Builder]) -> None:
     joined(launch)
     torch.set_num_threads(1)
-    setting = Setting(parse_case(TINY, "x"), make_mesh(1))
+    setting = Setting(parse_case(text, "x"), make_mesh(replicas))
     rank = Rank.__new__(Rank)
     rank._running = {}
-    builders = {REPLICATED_NAME: build_replicated, TORCH: torch_muon, "per shard": build_per_shard}
     for number, (name, build) in enumerate(builders.items()):
         rank._running[name] = build(setting)
         rank.do({"do": "judge", "name": name, "path": f"{folder}/{number}.{{}}.pt"})
 
 
 def test_a_wrong_optimizer_is_told_and_has_no_part_in_the_ratio(tmp_path: Path) -> None:
-    run_ranks(2, weights_of_three, str(tmp_path))
+    builders = {REPLICATED_NAME: build_replicated, TORCH: torch_muon, "per shard": build_per_shard}
+    run_ranks(2, weights_of, str(tmp_path), TINY, 1, builders)
     reference = Reference(parse_case(TINY, "x"))
     verdicts = []
     for number, convention in enumerate([CONVENTION, peers()[TORCH].convention, CONVENTION]):
@@ -114,6 +114,35 @@ def test_a_wrong_optimizer_is_told_and_has_no_part_in_the_ratio(tmp_path: Path) 
     found[REPLICATED_NAME].verdict = wrong
     (row, _) = rows(result_of(found), FIELD, JOB)
     assert row.ratio == 0.0
+
+
+@pytest.mark.parametrize(("replicas", "strategies"), [(1, DEFAULT), (2, ("auto",))])
+def test_every_contender_of_ours_and_the_naive_form_are_right(
+    tmp_path: Path, replicas: int, strategies: tuple[str, ...]
+) -> None:
+    text, num_ranks = "9x16+16x6+[4,6,8]", 2 * replicas
+    builders = {**contenders(strategies, replicas=replicas), NAIVE: opt_naive.build}
+    run_ranks(num_ranks, weights_of, str(tmp_path), text, replicas, builders)
+    reference = Reference(parse_case(text, "x"))
+    for number, name in enumerate(builders):
+        ranks = [torch.load(tmp_path / f"{number}.{rank}.pt") for rank in range(num_ranks)]
+        verdict = reference.judge(CONVENTION, ranks)
+        assert verdict.is_right, name
+    assert len(builders) == (11 if replicas == 1 else 5)
+
+
+def test_the_missions_figures_stand_beside_ours() -> None:
+    found = {name: entry_of(RIGHT) for name in ("ours allgather (fsdp2)", "ours allgather_dedup (fsdp2)")}
+    for entry in found["ours allgather_dedup (fsdp2)"].rounds.values():
+        entry["wall"] = 0.05
+    result = replace(result_of(found), case=parse_case("dense", "x"))
+    (figure,) = opt_mission.compare(result, replicas=1)
+    assert (figure["mission"], figure["wall"], figure["cpu"]) == (3.76, 4.0, 1.0)
+    assert "| 3.76 | 4.0 | 1.0 |" in opt_mission.table([figure])
+    assert opt_mission.compare(result, replicas=2) == []
+    found["ours allgather (fsdp2)"].verdict = Verdict(1.0, 1e-4, "")
+    assert opt_mission.compare(result, replicas=1) == []
+    assert opt_mission.table([]) == ""
 
 
 def entry_of(verdict: Verdict) -> Found:
@@ -213,48 +242,6 @@ def test_peers_without_a_place_are_absent_with_the_reason(tmp_path: Path) -> Non
     assert found.absent["other"].startswith("not installed; pip install hp-no-such-package")
     found = find_places({"other": wanted["other"]}, folder=tmp_path, is_here_only=True, **options)
     assert found.absent["other"] == "not in this interpreter"
-
-
-def test_scaled_decay_is_another_step() -> None:
-    reference = Reference(parse_case("8x4", "x"))
-    name = "layers.0.matrix_0"
-    plain, scaled = (
-        reference.changes(Convention(ScaleMode.shape_scaling, decay=decay), "float64")[name] for decay in Decay
-    )
-    assert float((plain - scaled).abs().max()) > 1e-4
-
-
-def test_a_nan_or_a_missing_element_is_wrong() -> None:
-    case = parse_case("4x6", "x")
-    reference, (weight,) = Reference(case), case.weights
-    whole = torch.full((weight.numel,), float("nan"))
-    assert reference.judge(CONVENTION, [{weight.full_name: [(0, whole)]}]).error == 1.0
-    assert reference.judge(CONVENTION, [{weight.full_name: [(0, torch.zeros(5))]}]).error == 1.0
-    assert not reference.judge(CONVENTION, [{}]).is_right
-
-
-def test_the_505b_model_is_divided() -> None:
-    shapes = {weight.name: weight.shape for weight in parse_case("505b", "x").weights}
-    assert shapes["kv_down"] == (72, 640)
-    assert shapes["experts_down"] == (16, 640, 224)
-    assert shapes["mlp_gate"] == (2304, 640)
-
-
-def test_bytes_of_the_floor() -> None:
-    assert least_bytes(Weight(0, "experts", (8, 4, 6)), 4) == 0.0
-    assert least_bytes(Weight(0, "wide", (8, 32)), 4) == 4 * 2 * 8 * 32 * 3 / 16  # rows to an owner, and back
-    assert least_bytes(Weight(0, "tall", (64, 4)), 4) == 4 * 2 * 4 * 4 * 3 / 4  # the Gram matrix, all-reduced
-
-
-@pytest.mark.parametrize("text", [*NAMED, "1dense+1moe4/64", "74x24x10240", "[4,8,6]+2x3x4"])
-def test_cases_are_read(text: str) -> None:
-    assert parse_case(text, "x").weights
-
-
-@pytest.mark.parametrize("text", ["0dense", "1moe0", "1dense/3", "1dense/128", "what", "", "1dense+"])
-def test_what_is_no_case_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="is no case"):
-        parse_case(text, "x")
 
 
 @pytest.mark.parametrize(
