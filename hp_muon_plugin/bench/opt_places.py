@@ -158,5 +158,6 @@ def _run(command: Sequence[str]) -> None:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise _InstallError(f"could not be installed: {error}") from None
     if result.returncode:
-        lines = [line for line in result.stderr.strip().splitlines() if "WARNING" not in line]
-        raise _InstallError(f"could not be installed: {lines[-1] if lines else result.returncode}")
+        lines = [line for line in result.stderr.strip().splitlines() if line.strip() and "WARNING" not in line]
+        told = [line for line in lines if line.startswith("ERROR")][-1:] or lines[:1] or [str(result.returncode)]
+        raise _InstallError(f"could not be installed: {told[0]}")
