@@ -1,7 +1,7 @@
 """Peers of ``hp-muon bench optimizer`` that have no ``fully_shard`` below them: DeepSpeed's ZeRO.
 
 Engines reduce gradients in backward, so a backward pass of a loss that is linear in the weights gives them,
-outside of the time that is measured.
+outside of the time that is measured, but for the last bucket of the reduction.
 """
 
 import importlib
@@ -14,6 +14,9 @@ from hp_muon_plugin.bench.opt_cases import Case, Model, gradient, parts_of
 from hp_muon_plugin.bench.opt_contenders import Contender, Peer, Setting
 from hp_muon_plugin.bench.opt_convention import LEARNING_RATE, MOMENTUM, WEIGHT_DECAY, Convention
 from hp_muon_plugin.config.choices import ScaleMode
+
+_NO_CLIPPING = 1e9
+"""DeepSpeed clips at 1 where nothing is said, and what it clips is the orthogonal update."""
 
 
 class _Linear(nn.Module):
@@ -57,13 +60,22 @@ class _ZeroOne(Contender):
             "optimizer": {"type": "Muon", "params": params},
             "zero_optimization": {"stage": 1, "reduce_scatter": False},
             "zero_allow_untested_optimizer": True,
+            "gradient_clipping": _NO_CLIPPING,
         }
         self._engine = deepspeed.initialize(model=loss, config=config, dist_init_required=False)[0]
+        # Backward ends with this: it waits for the last reduction, and orthogonalises. It is part of the step here.
+        self._finish_backward = self._engine.optimizer.independent_gradient_partition_epilogue
+        self._engine.optimizer.independent_gradient_partition_epilogue = lambda: None
         super().__init__(loss.inner, setting, lambda _: self._engine, is_stacked=False)
 
     def prepare(self, step: int) -> None:
         """See :meth:`Contender.prepare`."""
         self._engine.backward(self._engine(step))
+
+    def step(self) -> None:
+        """See :meth:`Contender.step`."""
+        self._finish_backward()
+        self._engine.step()
 
 
 def deepspeed_zero(setting: Setting) -> Contender:
