@@ -4,7 +4,7 @@ import re
 from dataclasses import fields, is_dataclass
 
 from hp_muon_plugin.config.data_parallel import DataParallel, HpFsdp
-from hp_muon_plugin.config.optimizer import AdamW, HpMuon, ScalarAdamW
+from hp_muon_plugin.config.optimizer import AdamW, HpMuon, MuonRates, ScalarAdamW
 from hp_muon_plugin.config.options import nearest
 from hp_muon_plugin.config.trainer import (
     MLA,
@@ -23,6 +23,7 @@ _CLASSES = (
     HpMuon,
     AdamW,
     ScalarAdamW,
+    MuonRates,
     Train,
     Model,
     MoE,

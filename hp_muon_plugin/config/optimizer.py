@@ -30,6 +30,21 @@ class ScalarAdamW:
 
 
 @dataclass
+class MuonRates:
+    """What a rank does in a second: by these ``strategy=auto`` chooses and plans predict. Null: the device's default.
+
+    Ranks only exchange what they planned alike, so these are options and not measured by each rank.
+    """
+
+    flops_per_s: float | None = number(None, above=0, example=4e13)
+    """Operations of matrix products."""
+    bytes_per_s: float | None = number(None, above=0, example=1e11)
+    """Bytes that arrive at a rank while all ranks of a group receive."""
+    message_s: float | None = number(None, least=0, example=2e-5)
+    """Seconds that a message takes on top of its bytes."""
+
+
+@dataclass
 class HpMuon:
     """Muon with decoupled weight decay for matrices, AdamW for the rest."""
 
@@ -77,6 +92,8 @@ class HpMuon:
     """Type in which parts of matrices and updates are sent between ranks; Gram matrices are sent in float32."""
     max_peers: int | None = number(None, least=1, example=64)
     """Most ranks that one exchanges all-to-all messages with, where connections are scarce; null: no limit."""
+    rates: MuonRates = field(default_factory=MuonRates)
+    """What the prices of strategies, and the times that ``hp-muon plan`` predicts, are computed from."""
     tp_mode: TensorParallelMode = TensorParallelMode.duplicated
     """How matrices that are cut over tensor-parallel ranks are orthogonalised (docs/concepts.md): ``duplicated``
     gathers them on every rank, ``distributed`` sums Gram matrices, ``owner`` sends each to one rank and the result

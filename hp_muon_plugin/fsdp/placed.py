@@ -2,6 +2,7 @@
 
 from hp_muon_plugin.fsdp.bucket import Bucket
 from hp_muon_plugin.fsdp.schedule import Schedule
+from hp_muon_plugin.layout.cuts import Cuts
 from hp_muon_plugin.muon.distributed.shards import ShardOf
 
 
@@ -29,7 +30,7 @@ def placed_shards(schedule: Schedule) -> list[ShardOf]:
     ]
 
 
-def cuts(bucket: Bucket, index: int) -> tuple[int, ...]:
+def cuts(bucket: Bucket, index: int) -> Cuts:
     """Which elements of a parameter each rank of the shard axis holds.
 
     Args:
@@ -39,8 +40,8 @@ def cuts(bucket: Bucket, index: int) -> tuple[int, ...]:
     Returns:
         ``(ranks + 1,)``, ascending; rank i holds elements ``cuts[i]`` to ``cuts[i + 1]``.
     """
-    spans = [bucket.layout.span(index, rank) for rank in range(bucket.shard_axis.size)]
-    return (0, *(stop for _, stop in spans))
+    assert bucket.layout.num_shards == bucket.shard_axis.size, bucket.layout
+    return bucket.layout.cuts(index)
 
 
 def is_owned(schedule: Schedule, bucket: Bucket, index: int) -> bool:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
+from hp_muon_plugin.layout.cuts import Cuts
+
 
 def round_up(count: int, step: int) -> int:
     """The smallest multiple of ``step`` that is not below ``count``.
@@ -157,6 +159,22 @@ class BucketLayout:
         first = shard_index * self.shard_numel - placement.offset
         last = first + self.shard_numel
         return min(max(first, 0), placement.numel), min(max(last, 0), placement.numel)
+
+    def cuts(self, key: str | int) -> Cuts:
+        """The elements of a parameter that every shard holds.
+
+        Args:
+            key: Name of the parameter or its place in ``placements``.
+
+        Returns:
+            Shard i holds those from ``cuts[i]`` to ``cuts[i + 1]``, as :meth:`span` says.
+        """
+        placement = self.placement(key)
+        if not placement.numel:
+            return Cuts(self.num_shards, 0, (0,))
+        first = placement.offset // self.shard_numel
+        inside = range((first + 1) * self.shard_numel, placement.stop, self.shard_numel)
+        return Cuts(self.num_shards, first, (0, *(end - placement.offset for end in inside), placement.numel))
 
     def place_in_shard(self, key: str | int, shard_index: int) -> int:
         """Where the elements of a parameter that one shard holds lie in it.

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from hp_muon_plugin.config.choices import ShardLayout
 from hp_muon_plugin.layout.bucket import BucketLayout, Piece, Placement, ShardPiece, round_up
 from hp_muon_plugin.layout.bucket_planner import plan_buckets
+from hp_muon_plugin.layout.cuts import Cuts
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,14 @@ class PerParamLayout(BucketLayout):
         index = self._index(key)
         chunk, numel = self.chunks[index], self.placements[index].numel
         return min(shard_index * chunk, numel), min((shard_index + 1) * chunk, numel)
+
+    def cuts(self, key: str | int) -> Cuts:
+        """See :meth:`BucketLayout.cuts`."""
+        index = self._index(key)
+        numel = self.placements[index].numel
+        if not numel:
+            return Cuts(self.num_shards, 0, (0,))
+        return Cuts(self.num_shards, 0, (*range(0, numel, self.chunks[index]), numel))
 
     def place_in_shard(self, key: str | int, shard_index: int) -> int:
         """See :meth:`BucketLayout.place_in_shard`."""

@@ -36,7 +36,7 @@ def divide(
     num_ranks: int,
     *,
     preferred: Sequence[Sequence[int]] | None = None,
-    allowed: Sequence[Sequence[int]] | None = None,
+    allowed: Sequence[Sequence[int] | None] | None = None,
     already: Sequence[float] | None = None,
 ) -> Division:
     """Give every item an owner. Equal input gives equal owners, whatever the machine.
@@ -45,7 +45,7 @@ def divide(
         costs: Of each item, at least 0.
         num_ranks: Ranks.
         preferred: For each item, ranks that win ties, as those that hold a part of it.
-        allowed: For each item, the only ranks that may own it. None: all of them.
+        allowed: For each item, the only ranks that may own it, or None where all may. None: all of them own any.
         already: What each rank has to do besides. None: nothing.
 
     Returns:
@@ -56,14 +56,14 @@ def divide(
     heap = [(load, rank) for rank, load in enumerate(loads)]
     heapq.heapify(heap)
     for item in order:
-        if allowed is not None:
-            owner = min(allowed[item], key=lambda rank: (loads[rank], rank))
+        among = allowed[item] if allowed is not None else None
+        if among is not None:
+            owner = min(among, key=lambda rank: (loads[rank], rank))
         else:
             owner = _least(heap, loads, preferred[item] if preferred else ())
         owners[item] = owner
         loads[owner] += costs[item]
-        if allowed is None:
-            heapq.heappush(heap, (loads[owner], owner))
+        heapq.heappush(heap, (loads[owner], owner))
     if allowed is None:
         _improve(costs, owners, loads)
     return Division(tuple(owners), tuple(loads))

@@ -1,8 +1,8 @@
 """What a strategy costs: operations, bytes and messages, and the seconds that they take at stated rates.
 
 All figures are per step and for the rank with most. W ranks share k matrices ``[m, n]`` (m the short
-side) of B bytes each. C is what Newton-Schulz costs; G what it costs on a Gram matrix alone; A what it
-costs to form a Gram matrix, or to apply a factor (``2 m^2 n``); and ``up(x)`` rounds up:
+side) of B bytes each, as much of them on every rank. C is what Newton-Schulz costs; G what it costs on a Gram
+matrix alone; A what it costs to form a Gram matrix, or to apply a factor (``2 m^2 n``); ``up(x)`` rounds up:
 
 ================  ===============================  ============================================
 strategy          bytes received                   operations
@@ -15,15 +15,20 @@ gram              ``2 k 4 m^2 (W-1)/W``            ``up(k/W) G + 2 k A / W``
 gram, gathered    ``k (B + 2 * 4 m^2) (W-1)/W``    ``up(k/W) G + 2 k A / W``
 ================  ===============================  ============================================
 
-Without overlap, and messages on top. ``gram`` needs ranks that hold rows of tall matrices, ``X^T X`` being the
-sum over their rows; ``gathered`` is for wide ones: each rank forms the Gram matrix of a stretch of columns.
+Without overlap, and messages on top. Messages of one length are as long as the longest: where a rank holds h
+bytes of the matrices, more than others, ``k B`` of a gather of parts is ``h W``, and half of ``alltoall`` is
+``h``; where ``k`` is no multiple of W, ``k 4 m^2`` is ``up(k/W) W 4 m^2``. ``gram`` needs ranks that hold rows
+of tall matrices, ``X^T X`` being the sum over their rows; ``gathered`` is for wide ones: each rank forms the Gram
+matrix of a stretch of columns.
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hp_muon_plugin.config.choices import FloatDtype
+from hp_muon_plugin.config.optimizer import MuonRates
 from hp_muon_plugin.layout.spec import ParamSpec
 from hp_muon_plugin.muon.algorithm import Algorithm, Form, Rule, choose
 from hp_muon_plugin.muon.coefficients import Coefficients
@@ -54,6 +59,27 @@ DEFAULT_RATES = {
     "npu": Rates(40e12, 100e9, 2e-5, "default for NPU, not measured"),
     "cuda": Rates(60e12, 100e9, 1e-5, "default for CUDA, not measured"),
 }
+
+
+def rates_of(options: MuonRates, device: str) -> Rates:
+    """The rates that options state, and the device's default for those that they leave out.
+
+    Args:
+        options: ``optimizer.rates``.
+        device: ``cpu``, ``cuda`` or ``npu``; anything else is treated as ``cuda``.
+
+    Returns:
+        The rates.
+    """
+    default = DEFAULT_RATES.get(device, DEFAULT_RATES["cuda"])
+    given = [(options.flops_per_s, default.flops), (options.bytes_per_s, default.bytes_received)]
+    given.append((options.message_s, default.message_s))
+    flops, received, message = (known if stated is None else stated for stated, known in given)
+    is_stated = [stated is not None for stated, _ in given]
+    source = "optimizer.rates" if all(is_stated) else default.source
+    if any(is_stated) and not all(is_stated):
+        source = f"optimizer.rates, else {default.source}"
+    return Rates(flops, received, message, source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,37 +171,44 @@ class Price:
         return self.bytes_received / rates.bytes_received + self.flops / rates.flops + self.messages * rates.message_s
 
 
-def prices(item: Item, count: int, size: int, kind: Kind, *, itemsize: int, can_factor: bool) -> dict[str, Price]:
+def prices(items: Sequence[Item], size: int, kind: Kind, *, itemsize: int, can_factor: bool) -> dict[str, Price]:
     """Price the strategies that are possible for equal items; formulas: module docstring.
 
     Args:
-        item: One of them.
-        count: How many.
+        items: The items, at least one.
         size: Ranks.
-        kind: Its cost.
+        kind: The cost of each.
         itemsize: Bytes of an exchanged number.
         can_factor: Whether factors may be exchanged.
 
     Returns:
         Price by name: those of ``Strategy``, with ``+factor`` or ``+gathered`` for the variants.
     """
-    whole = count * item.numel * itemsize * (size - 1) / size
-    small = count * kind.small * 4 * (size - 1) / size
-    owned = math.ceil(count / size)
-    each, apply_all = kind.flops, count * kind.apply_flops / size
+    item, count, others = items[0], len(items), (size - 1) / size
+    held = Counter[int]()
+    for cuts, times in Counter(member.cuts for member in items).items():  # most are cut alike, one in each layer
+        for rank, start, stop in cuts.pieces():
+            held[rank] += times * (stop - start)
+    longest, owned = max(held.values()), math.ceil(count / size)
+    gathered, whole = longest * itemsize * (size - 1), count * item.numel * itemsize * others
+    small = owned * kind.small * 4 * (size - 1)
+    busiest = next(rank for rank in held if held[rank] == longest)
+    everywhere = sum(member.held(busiest) > 0 for member in items)
+    peers = min(size - 1, max(len(held), min(count, size)))
     found = {
-        "allgather": Price(whole, count * each * len(item.holders) / size, 1),
-        "allgather_dedup": Price(2 * whole, owned * each, 2),
-        "alltoall": Price(2 * whole / size, owned * each, 2 * (size - 1)),
+        "allgather": Price(gathered, everywhere * kind.flops, 1),
+        "allgather_dedup": Price(gathered + whole, owned * kind.flops, 2),
+        "alltoall": Price((owned * item.numel + longest) * itemsize * others, owned * kind.flops, 2 * peers),
     }
     if can_factor and item.is_cut_between_rows:
-        factored = kind.apply_flops + kind.gram_flops
-        iterated = kind.gram_flops
+        iterated, applied = owned * kind.gram_flops, kind.apply_flops * longest / item.numel
         rows, cols = item.matrix or (0, 0)
         if kind.runs == 1:
-            found["allgather_dedup+factor"] = Price(whole + small, owned * factored + apply_all, 2)
+            factored = owned * kind.apply_flops + iterated + applied
+            found["allgather_dedup+factor"] = Price(gathered + small, factored, 2)
         if kind.runs == 1 and rows < cols:
-            found["gram+gathered"] = Price(whole + 2 * small, owned * iterated + 2 * apply_all, 4)
+            formed = count * kind.apply_flops / size
+            found["gram+gathered"] = Price(gathered + 2 * small, iterated + formed + applied, 4)
         if rows >= cols:
-            found["gram"] = Price(2 * small * kind.runs, owned * iterated + 2 * apply_all * kind.runs, 3 * kind.runs)
+            found["gram"] = Price(2 * small * kind.runs, iterated + 2 * applied * kind.runs, 3 * kind.runs)
     return found

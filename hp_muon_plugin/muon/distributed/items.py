@@ -14,6 +14,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from hp_muon_plugin.layout.cuts import Cuts
 from hp_muon_plugin.layout.spec import MatrixPart, MatrixView, ParamSpec
 
 
@@ -23,17 +24,21 @@ class ShardedParam:
 
     Attributes:
         spec: The whole parameter; its ``split`` tells tensor-parallel parts, which shards cut further.
-        cuts: ``(ranks + 1,)`` ascending from 0 to ``spec.local_numel``.
+        cuts: ``(ranks + 1,)`` ascending from 0 to ``spec.local_numel``; any sequence becomes :class:`Cuts`.
     """
 
     spec: ParamSpec
-    cuts: tuple[int, ...]
+    cuts: Cuts
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "cuts", Cuts.of(self.cuts))
 
     def check(self) -> None:
         """Assert that the stretches cover the parameter in rank order."""
-        assert self.cuts[0] == 0, self
-        assert self.cuts[-1] == self.spec.local_numel, self
-        assert all(low <= high for low, high in zip(self.cuts, self.cuts[1:], strict=False)), self
+        ends = self.cuts.ends
+        assert ends[0] == 0, self
+        assert ends[-1] == self.spec.local_numel, self
+        assert all(low <= high for low, high in zip(ends, ends[1:], strict=False)), self
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +55,10 @@ class Item:
     param: int
     start: int
     spec: ParamSpec
-    cuts: tuple[int, ...]
+    cuts: Cuts
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "cuts", Cuts.of(self.cuts))
 
     @property
     def numel(self) -> int:
@@ -75,7 +83,7 @@ class Item:
     @property
     def holders(self) -> tuple[int, ...]:
         """Ranks that hold something, ascending."""
-        return tuple(rank for rank in range(len(self.cuts) - 1) if self.held(rank))
+        return self.cuts.holders
 
     @property
     def is_cut(self) -> bool:
@@ -97,7 +105,7 @@ class Item:
     def is_cut_between_rows(self) -> bool:
         """Whether every stretch is whole rows of :attr:`matrix`."""
         shape = self.matrix
-        return shape is not None and all(cut % shape[1] == 0 for cut in self.cuts)
+        return shape is not None and all(end % shape[1] == 0 for end in self.cuts.ends)
 
 
 def items_of(index: int, param: ShardedParam) -> list[Item]:
@@ -118,7 +126,7 @@ def items_of(index: int, param: ShardedParam) -> list[Item]:
     assert spec.view is not None
     block = spec.numel // spec.view.factors[0]
     return [
-        Item(index, first * block, _blocks(spec, first, last), _clipped(param.cuts, first * block, last * block))
+        Item(index, first * block, _blocks(spec, first, last), param.cuts.clipped(first * block, last * block))
         for first, last in _runs(param.cuts, spec.view.factors[0], block)
     ]
 
@@ -137,13 +145,16 @@ def pieces_of(index: int, spec: ParamSpec, count: int) -> list[Item]:
     if not spec.local_numel:
         return []
     if not _is_divisible(spec):
-        return [Item(index, 0, spec, (0, spec.local_numel))]
+        return [Item(index, 0, spec, Cuts.of((0, spec.local_numel)))]
     assert spec.view is not None
     blocks = spec.view.factors[0]
     size = -(-blocks // count)
     each = spec.numel // blocks
     pieces = [(first, min(first + size, blocks)) for first in range(0, blocks, size)]
-    return [Item(index, first * each, _blocks(spec, first, last), (0, (last - first) * each)) for first, last in pieces]
+    return [
+        Item(index, first * each, _blocks(spec, first, last), Cuts.of((0, (last - first) * each)))
+        for first, last in pieces
+    ]
 
 
 def _is_divisible(spec: ParamSpec) -> bool:
@@ -163,10 +174,6 @@ def _runs(cuts: Sequence[int], count: int, block: int) -> Iterator[tuple[int, in
         last = max(last, first + 1)
         yield first, last
         first = last
-
-
-def _clipped(cuts: Sequence[int], start: int, stop: int) -> tuple[int, ...]:
-    return tuple(min(max(cut, start), stop) - start for cut in cuts)
 
 
 def _blocks(spec: ParamSpec, first: int, last: int) -> ParamSpec:
@@ -191,7 +198,7 @@ def _part(part: MatrixPart, first: int, last: int) -> MatrixPart | None:
     return replace(part, narrow=None if is_all else (0, low - first, high - low))
 
 
-def dim0_cuts(shape: Sequence[int], num_shards: int) -> tuple[int, ...]:
+def dim0_cuts(shape: Sequence[int], num_shards: int) -> Cuts:
     """Cuts of the chunks of dim 0 that ``torch.chunk`` and torch's ``fully_shard`` make.
 
     Args:
@@ -204,4 +211,4 @@ def dim0_cuts(shape: Sequence[int], num_shards: int) -> tuple[int, ...]:
     rows = shape[0] if shape else 1
     row = math.prod(shape[1:])
     chunk = -(-rows // num_shards)
-    return tuple(min(rank * chunk, rows) * row for rank in range(num_shards + 1))
+    return Cuts.of([min(rank * chunk, rows) * row for rank in range(num_shards + 1)])

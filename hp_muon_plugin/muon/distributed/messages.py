@@ -1,7 +1,7 @@
 """Where every item lies in the messages of a batch, and how many bytes these are. No torch."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,6 +10,13 @@ from hp_muon_plugin.muon.distributed.plan import Batch, Route, SharePlan
 
 SMALL_BYTES = 4  # Gram matrices, factors and largest entries are float32
 _PADDING_WORTH_A_MESSAGE = 1.25
+
+
+class _Places(dict[int, int]):
+    """Where items begin in a rank's message; 0 for those of which it holds nothing."""
+
+    def __missing__(self, key: int) -> int:
+        return 0
 
 
 @dataclass(frozen=True)
@@ -33,18 +40,37 @@ class Messages:
     @cached_property
     def gathered(self) -> tuple[int, list[dict[int, int]]]:
         """Of an all-gather of parts: its length per rank, and for each rank where its part of an item begins."""
-        places: list[dict[int, int]] = []
-        longest = 0
-        for rank in range(self.plan.size):
-            place, mine = 0, {}
-            for index, item, _ in self.items:
-                mine[index] = place
-                place += item.held(rank)
-            places.append(mine)
-            longest = max(longest, place)
-        return longest, places
+        places: list[dict[int, int]] = [_Places() for _ in range(self.plan.size)]
+        used = [0] * self.plan.size
+        for index, item, _ in self.items:
+            for rank, start, stop in item.cuts.pieces():
+                places[rank][index] = used[rank]
+                used[rank] += stop - start
+        return self.longest, places
 
-    def exchanged(self, source: int, target: int) -> list[tuple[int, int, int]]:
+    @cached_property
+    def held(self) -> Counter[int]:
+        """Elements of the batch that each rank holds."""
+        found = Counter[int]()
+        for cuts, times in Counter(item.cuts for _, item, _ in self.items).items():  # most are cut alike
+            for rank, start, stop in cuts.pieces():
+                found[rank] += times * (stop - start)
+        return found
+
+    @property
+    def longest(self) -> int:
+        """Elements of an all-gather of parts, per rank."""
+        return max(self.held.values(), default=0)
+
+    @cached_property
+    def _exchanges(self) -> dict[tuple[int, int], list[tuple[int, int, int]]]:
+        found: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+        for index, item, owner in self.items:
+            for rank, start, stop in item.cuts.pieces():
+                found.setdefault((rank, owner), []).append((index, start, stop))
+        return found
+
+    def exchanged(self, source: int, target: int) -> Sequence[tuple[int, int, int]]:
         """What ``source`` holds of what ``target`` owns.
 
         Args:
@@ -54,15 +80,32 @@ class Messages:
         Returns:
             ``(item, start, stop)``, counted from the item's start, without empty ones.
         """
-        return [
-            (index, *item.span(source)) for index, item, owner in self.items if owner == target and item.held(source)
-        ]
+        return self._exchanges.get((source, target), ())
 
     def exchanged_numel(self, source: int, target: int) -> int:
         """Elements of :meth:`exchanged`; none with oneself, as these are not sent."""
         if source == target:
             return 0
         return sum(stop - start for _, start, stop in self.exchanged(source, target))
+
+    @cached_property
+    def _kept(self) -> Counter[int]:
+        """Elements that each rank both holds and owns."""
+        found = Counter[int]()
+        for _, item, owner in self.items:
+            found[owner] += item.held(owner)
+        return found
+
+    def moved_numel(self, rank: int) -> tuple[int, int]:
+        """Elements that a rank sends to owners, and that it receives as one; updates go the other way.
+
+        Args:
+            rank: Place on the axis.
+
+        Returns:
+            Both.
+        """
+        return self.held[rank] - self._kept[rank], self.owned[rank] - self._kept[rank]
 
     @cached_property
     def whole(self) -> tuple[int, dict[int, int]]:
@@ -105,16 +148,15 @@ class Messages:
             number, before = found.get(name, (0, 0))
             found[name] = number + 1, before + num_bytes
 
-        if route.gathers and self.gathered[0]:
-            add("all_gather", plan.size * self.gathered[0] * plan.itemsize)
+        if route.gathers and self.longest:
+            add("all_gather", plan.size * self.longest * plan.itemsize)
         if route is Route.OWNER:
-            ranks = range(plan.size)
-            add("all_to_all", plan.itemsize * sum(self.exchanged_numel(rank, other) for other in ranks))
-            add("all_to_all", plan.itemsize * sum(self.exchanged_numel(other, rank) for other in ranks))
+            for numel in self.moved_numel(rank):
+                add("all_to_all", plan.itemsize * numel)
         if route is Route.UPDATES:
             if self.is_broadcast:
-                for owner in sorted(set(self.batch.owners)):
-                    add("broadcast", plan.itemsize * self.owned_numel(owner))
+                for _, numel in sorted(self.owned.items()):
+                    add("broadcast", plan.itemsize * numel)
             else:
                 add("all_gather", plan.size * self.whole[0] * plan.itemsize)
         if route in (Route.GRAM, Route.GATHERED_GRAM):
@@ -131,9 +173,32 @@ class Messages:
         """Rounds of Gram matrices and factors."""
         return self.plan.kinds[self.batch.items[0]].runs
 
-    def owned_numel(self, owner: int) -> int:
-        """Elements of the items of one owner."""
-        return sum(item.numel for _, item, other in self.items if other == owner)
+    @cached_property
+    def owned(self) -> Counter[int]:
+        """Elements of the items of each owner."""
+        found = Counter[int]()
+        for _, item, owner in self.items:
+            found[owner] += item.numel
+        return found
+
+    def arriving(self, rank: int) -> dict[str, tuple[int, int]]:
+        """What arrives at a rank in a step, from the formulas of :mod:`cost` with the padding of messages.
+
+        Args:
+            rank: Place on the axis.
+
+        Returns:
+            ``(collectives, bytes)`` by name of the collective.
+        """
+        size, found = self.plan.size, self.traffic(rank)
+        for name, (number, num_bytes) in found.items():
+            if name == "broadcast":
+                found[name] = number, num_bytes - self.plan.itemsize * self.owned[rank]
+            elif (
+                name != "all_to_all"
+            ):  # of which as much arrives as leaves: each part goes one way, its update the other
+                found[name] = number, num_bytes * (size - 1) // size
+        return found
 
 
 def side(item: Item) -> int:
@@ -158,17 +223,47 @@ def traffic(plan: SharePlan, rank: int) -> dict[str, tuple[int, int]]:
     Returns:
         ``(collectives, bytes)`` by name of the collective.
     """
-    found: Counter[str] = Counter()
-    sent: Counter[str] = Counter()
-    for batch in plan.batches:
-        for name, (number, num_bytes) in Messages(plan, batch).traffic(rank).items():
-            found[name] += number
-            sent[name] += num_bytes
-    return {name: (found[name], sent[name]) for name in found}
+    return _added(Messages(plan, batch).traffic(rank) for batch in plan.batches)
+
+
+@dataclass(frozen=True, slots=True)
+class Arriving:
+    """What arrives at a rank in a step.
+
+    Attributes:
+        by_name: ``(collectives, bytes)`` by name of the collective.
+        num_messages: Collectives, and for each all-to-all its peers.
+    """
+
+    by_name: dict[str, tuple[int, int]]
+    num_messages: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all collectives."""
+        return sum(num_bytes for _, num_bytes in self.by_name.values())
+
+
+def arriving(plan: SharePlan) -> list[Arriving]:
+    """What arrives at every rank of an axis in a step; see :meth:`Messages.arriving`.
+
+    Args:
+        plan: The plan.
+
+    Returns:
+        By place on the axis.
+    """
+    every = [Messages(plan, batch) for batch in plan.batches]
+    found = []
+    for rank in range(plan.size):
+        by_name = _added(messages.arriving(rank) for messages in every)
+        peers = {name: plan.peers(rank) if name == "all_to_all" else 1 for name in by_name}
+        found.append(Arriving(by_name, sum(number * peers[name] for name, (number, _) in by_name.items())))
+    return found
 
 
 def received_bytes(plan: SharePlan, rank: int) -> int:
-    """Bytes that arrive at a rank in a step, from the formulas of :mod:`cost` with the plan's padding.
+    """Bytes that arrive at a rank in a step; see :meth:`Messages.arriving`.
 
     Args:
         plan: The plan.
@@ -177,18 +272,14 @@ def received_bytes(plan: SharePlan, rank: int) -> int:
     Returns:
         Bytes.
     """
-    total = 0
-    for batch in plan.batches:
-        messages = Messages(plan, batch)
-        for name, (_, num_bytes) in messages.traffic(rank).items():
-            if name == "all_to_all":
-                continue
-            if name == "broadcast":
-                total += num_bytes - plan.itemsize * messages.owned_numel(rank)
-            else:
-                total += num_bytes * (plan.size - 1) // plan.size
-        if batch.route is Route.OWNER:  # what is sent one way comes back the other way
-            ranks = range(plan.size)
-            both = sum(messages.exchanged_numel(rank, o) + messages.exchanged_numel(o, rank) for o in ranks)
-            total += plan.itemsize * both
-    return total
+    told = _added(Messages(plan, batch).arriving(rank) for batch in plan.batches)
+    return sum(num_bytes for _, num_bytes in told.values())
+
+
+def _added(told: Iterable[dict[str, tuple[int, int]]]) -> dict[str, tuple[int, int]]:
+    found: dict[str, tuple[int, int]] = {}
+    for counts in told:
+        for name, (number, num_bytes) in counts.items():
+            before, so_far = found.get(name, (0, 0))
+            found[name] = before + number, so_far + num_bytes
+    return found

@@ -12,7 +12,8 @@ from hp_muon_plugin.muon.distributed.agreement import check_plans
 from hp_muon_plugin.muon.distributed.cost import Rates
 from hp_muon_plugin.muon.distributed.executor import ShareExecutor
 from hp_muon_plugin.muon.distributed.items import ShardedParam
-from hp_muon_plugin.muon.distributed.plan import SharePlan, share_plan
+from hp_muon_plugin.muon.distributed.plan import SharePlan
+from hp_muon_plugin.muon.distributed.planner import share_plan
 from hp_muon_plugin.muon.distributed.replicas import ReplicaExecutor, WeightBroadcast
 from hp_muon_plugin.muon.distributed.shards import local_part
 from hp_muon_plugin.muon.executor import ParamStep
@@ -60,7 +61,7 @@ class ShardedMuonOptimizer(HpMuonOptimizer):
         agree: As of :class:`HpMuonOptimizer`.
         device: Where shards lie.
         wire: Collectives; None takes torch.distributed.
-        rates: By which ``strategy=auto`` chooses; None takes the device's default.
+        rates: By which ``strategy=auto`` chooses; None takes those of ``config``.
 
     Raises:
         ConfigError: If an option is wrong, or ranks of an axis have different plans.

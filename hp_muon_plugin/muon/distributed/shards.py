@@ -7,6 +7,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hp_muon_plugin.errors import ConfigError
+from hp_muon_plugin.layout.cuts import Cuts
 from hp_muon_plugin.muon.distributed.items import dim0_cuts
 from hp_muon_plugin.platform.collectives import AxisGroup
 
@@ -29,7 +30,7 @@ class ShardOf:
 
     param: torch.nn.Parameter
     shape: tuple[int, ...]
-    cuts: tuple[int, ...]
+    cuts: Cuts
     axis: AxisGroup
     replicas: AxisGroup
     is_owned: bool
@@ -61,7 +62,7 @@ def shards_of(module: torch.nn.Module) -> list[ShardOf]:
 def _of_dtensor(name: str, param: torch.nn.Parameter, axes: dict[object, AxisGroup]) -> ShardOf:
     if not isinstance(param, DTensor):
         none = AxisGroup.single("whole")
-        return ShardOf(param, tuple(param.shape), (0, param.numel()), none, none, is_owned=True)
+        return ShardOf(param, tuple(param.shape), Cuts.of((0, param.numel())), none, none, is_owned=True)
     mesh, placements = param.device_mesh, param.placements
     names = mesh.mesh_dim_names or tuple(f"dim{dim}" for dim in range(mesh.ndim))
     sharding = [dim for dim, placement in enumerate(placements) if not isinstance(placement, Replicate)]
@@ -83,7 +84,7 @@ def _of_dtensor(name: str, param: torch.nn.Parameter, axes: dict[object, AxisGro
         return axes[key]
 
     axis = axis_of(sharding)
-    cuts = dim0_cuts(param.shape, axis.size) if axis.size > 1 else (0, param.numel())
+    cuts = dim0_cuts(param.shape, axis.size) if axis.size > 1 else Cuts.of((0, param.numel()))
     replicas = axis_of([dim for dim in range(mesh.ndim) if dim not in sharding])
     return ShardOf(param, tuple(param.shape), cuts, axis, replicas, is_owned=True)
 

@@ -195,7 +195,7 @@ class WholeBatch:
         if messages.is_broadcast:
             owners = sorted(set(messages.batch.owners))
             # all updates of each owner to every rank; the weights wait
-            return [self._wire.broadcast(back[o, : messages.owned_numel(o)], o, axis) for o in owners]
+            return [self._wire.broadcast(back[o, : messages.owned[o]], o, axis) for o in owners]
         # the updates of the owner with most, from each rank; the weights wait
         return [self._wire.all_gather(back.view(-1), back[axis.index], axis)]
 

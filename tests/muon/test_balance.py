@@ -1,0 +1,70 @@
+"""How evenly matrices are divided over ranks."""
+
+import random
+from itertools import product
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hp_muon_plugin.muon.distributed.balance import divide
+
+COSTS = st.lists(st.sampled_from([0.5, 1.0, 1.4, 2.0, 3.3, 5.0, 8.2, 13.0, 40.0]), min_size=1, max_size=90)
+FREE_COSTS = st.lists(st.floats(0.01, 100.0), min_size=1, max_size=90)
+
+
+def least_possible(costs: list[float], num_ranks: int) -> float:
+    """What no division can be below: the mean, and of any number of the largest items the share of one rank.
+
+    Of the j largest, some rank has ``ceil(j / ranks)`` or more. One item (j = 1) and the pigeonhole of equal items
+    are cases of it.
+    """
+    ordered = sorted(costs, reverse=True)
+    shares = [sum(ordered[j - -(-j // num_ranks) : j]) for j in range(1, len(ordered) + 1)]
+    return max(sum(costs) / num_ranks, *shares)
+
+
+def check(costs: list[float], num_ranks: int) -> None:
+    division = divide(costs, num_ranks)
+    assert divide(list(costs), num_ranks) == division
+    most, mean = max(division.loads), sum(costs) / num_ranks
+    assert most <= (mean + (1 - 1 / num_ranks) * max(costs)) * (1 + 1e-9)
+    assert division.imbalance * mean <= most * (1 + 1e-9)
+    if len(costs) >= 4 * num_ranks:
+        assert most <= 1.1 * least_possible(costs, num_ranks) * (1 + 1e-9)
+    loads = [0.0] * num_ranks
+    for cost, owner in zip(costs, division.owners, strict=True):
+        loads[owner] += cost
+    assert all(abs(a - b) <= 1e-9 * sum(costs) for a, b in zip(loads, division.loads, strict=True))
+
+
+@given(COSTS, st.integers(1, 16))
+def test_matrices_of_some_shapes(costs: list[float], num_ranks: int) -> None:
+    check(costs, num_ranks)
+
+
+@given(FREE_COSTS, st.integers(1, 16))
+def test_any_costs(costs: list[float], num_ranks: int) -> None:
+    check(costs, num_ranks)
+
+
+@given(st.lists(st.sampled_from([1.0, 1.5, 2.2, 3.0, 4.1]), min_size=1, max_size=7), st.integers(1, 3))
+def test_no_more_than_four_thirds_of_the_best_division(costs: list[float], num_ranks: int) -> None:
+    best = min(
+        max(sum(cost for cost, owner in zip(costs, owners, strict=True) if owner == rank) for rank in range(num_ranks))
+        for owners in product(range(num_ranks), repeat=len(costs))
+    )
+    assert max(divide(costs, num_ranks).loads) <= (4 / 3 - 1 / (3 * num_ranks)) * best * (1 + 1e-9)
+
+
+def test_many_ranks() -> None:
+    generator = random.Random(5)
+    for num_ranks in (32, 96, 768):
+        costs = [generator.choice([1.0, 2.5, 7.0, 7.1, 30.0]) for _ in range(4 * num_ranks + num_ranks // 3)]
+        check(costs, num_ranks)
+
+
+def test_what_ranks_do_anyway_counts() -> None:
+    division = divide([1.0] * 6, 3, already=[3.0, 0.0, 0.0])
+    assert division.loads == (3.0, 3.0, 3.0)
+    only = divide([1.0, 1.0, 1.0], 3, allowed=[(2,), (2,), None])
+    assert only.owners == (2, 2, 0)
