@@ -54,8 +54,9 @@ def _rank_divisions(model: Model, topology: Topology) -> Iterator[_Division]:
     yield ("model.num_attention_heads", model.num_attention_heads, *tp)
     if topology.sequence_parallel:
         yield ("model.seq_length", model.seq_length, *tp)
-    if model.moe is None:
+    if model.moe is None or model.moe.first_dense_layers:
         yield ("model.ffn_hidden_size", model.ffn_hidden_size, *tp)
+    if model.moe is None:
         return
     yield ("model.moe.num_experts", model.moe.num_experts, "topology.ep", topology.ep)
     yield ("model.moe.ffn_hidden_size", model.moe.ffn_hidden_size, *etp)
@@ -97,6 +98,13 @@ def _dense_errors(model: Model, topology: Topology) -> Iterator[ConfigError]:
 
 def _moe_errors(model: Model, topology: Topology) -> Iterator[ConfigError]:
     assert model.moe is not None
+    if model.moe.first_dense_layers >= model.num_layers:
+        yield ConfigError(
+            "model.moe.first_dense_layers",
+            model.moe.first_dense_layers,
+            f"leaves none of model.num_layers={model.num_layers} layers to the experts",
+            f"choose less than {model.num_layers}, or set model.moe=null",
+        )
     if model.moe.top_k > model.moe.num_experts:
         yield ConfigError(
             "model.moe.top_k",

@@ -16,7 +16,7 @@ from hp_muon_plugin.config.ranges import number
 
 @dataclass
 class MoE:
-    """Mixture of experts in every transformer layer."""
+    """Mixture of experts in transformer layers."""
 
     num_experts: int = number(8, least=1)
     """Experts per layer, over all ranks."""
@@ -26,6 +26,8 @@ class MoE:
     """Hidden size of one expert."""
     shared_ffn_hidden_size: int | None = number(None, least=1, example=128)
     """Hidden size of a shared expert that every token visits; null for none."""
+    first_dense_layers: int = number(0, least=0)
+    """Layers at the bottom of the model that have a dense MLP instead, as in DeepSeek-V3."""
     aux_loss_coeff: float = number(1e-2, least=0)
     """Weight of the load-balancing loss."""
     grouped_gemm: bool = False

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -33,6 +33,9 @@ def transformer_config(model: Model, topology: Topology, precision: Precision) -
     values = _layer_values(model) | _attention_values(model) | _parallel_values(topology, precision) | _NO_FUSIONS
     if model.moe is not None:
         values |= _moe_values(model.moe, topology)
+        dense = model.moe.first_dense_layers
+        if dense:
+            values["moe_layer_freq"] = [int(layer >= dense) for layer in range(model.num_layers)]
     known = {field.name for field in fields(cls)}
     if "transformer_impl" in known:
         values["transformer_impl"] = "local"
@@ -142,13 +145,16 @@ def gpt_model(config: TransformerConfig, model: Model, vocab_size: int) -> torch
     Raises:
         ConfigError: If megatron-core cannot build it on this machine.
     """
-    spec = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts,
-        moe_grouped_gemm=config.moe_grouped_gemm,
-        qk_layernorm=config.qk_layernorm,
-        multi_latent_attention=model.mla is not None,
-        normalization="RMSNorm",
-    )
+    if model.moe is not None and model.moe.first_dense_layers:
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+    else:
+        spec = get_gpt_layer_local_spec(
+            num_experts=config.num_moe_experts,
+            moe_grouped_gemm=config.moe_grouped_gemm,
+            qk_layernorm=config.qk_layernorm,
+            multi_latent_attention=model.mla is not None,
+            normalization="RMSNorm",
+        )
     return _explained(
         lambda: GPTModel(
             config,

@@ -116,7 +116,8 @@ def _weights(model: Model, vocab_size: int) -> Iterator[_Weight]:
         for weight in attention:
             yield _Weight(f"{prefix}.self_attention.{weight.name}", weight.shape, weight.cut)
         yield _Weight(f"{prefix}.pre_mlp_layernorm.weight", (hidden,))
-        for weight in _experts(model) if model.moe else _mlp("", model.ffn_hidden_size, hidden):
+        has_experts = model.moe is not None and layer >= model.moe.first_dense_layers
+        for weight in _experts(model) if has_experts else _mlp("", model.ffn_hidden_size, hidden):
             yield _Weight(f"{prefix}.mlp.{weight.name}", weight.shape, weight.cut, weight.is_routed)
     yield _Weight("decoder.final_layernorm.weight", (hidden,))
     if not model.tie_embeddings:

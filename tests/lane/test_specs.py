@@ -1,5 +1,6 @@
 """Specs of real models: names, shapes, views and splits, and the same list from options alone."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,13 @@ from hp_muon_plugin.muon.routing import Algorithm, default_route
 from hp_muon_plugin.train.setup import Launch
 from lane.harness import VOCAB, build, dense, mla, moe, specs_of, start, train_config
 
+
+def moe_after_dense() -> Model:
+    model = moe()
+    assert model.moe is not None
+    return replace(model, moe=replace(model.moe, first_dense_layers=1))
+
+
 CASES = [
     ("dense", dense(), 1, Topology()),
     ("dense-tp2-pp2", dense(), 4, Topology(tp=2, pp=2)),
@@ -23,6 +31,7 @@ CASES = [
     ("moe-tp2-ep2", moe(), 4, Topology(tp=2, ep=2, sequence_parallel=True)),
     ("moe-etp2", moe(), 2, Topology(tp=2, etp=2, sequence_parallel=True)),
     ("moe-pp2-ep2", moe(), 4, Topology(pp=2, ep=2)),
+    ("moe-after-dense", moe_after_dense(), 2, Topology(pp=2, ep=1)),
     ("mla", mla(), 1, Topology()),
     ("mla-wide", mla(v_head_dim=12), 1, Topology()),
     ("mla-tp2-etp2", mla(), 2, Topology(tp=2, etp=2, sequence_parallel=True)),
