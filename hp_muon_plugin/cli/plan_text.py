@@ -2,13 +2,15 @@
 
 from collections import Counter
 
-from hp_muon_plugin.cli.shard_text import crossing_lines, muon_lines, shard_lines
+from hp_muon_plugin.cli.muon_text import muon_lines
+from hp_muon_plugin.cli.shard_text import crossing_lines, shard_lines, stage_plans
 from hp_muon_plugin.config.checks import data_parallel_size
 from hp_muon_plugin.config.data_parallel import HpFsdp
 from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.config.trainer import Train
 from hp_muon_plugin.layout.spec import ParamSpec
 from hp_muon_plugin.models.gpt_specs import gpt_specs, padded_vocab_size, stage_specs
+from hp_muon_plugin.models.shard_plan import ShardPlan
 from hp_muon_plugin.muon.pieces import Way
 from hp_muon_plugin.muon.plan import MuonPlan, build_plan
 from hp_muon_plugin.muon.routing import Algorithm, route_parameters
@@ -46,12 +48,13 @@ def plan_text(config: Train, world_size: int) -> str:
         f"padded to {padded}, {config.platform.precision}",
         f"data       {config.data.kind}, {config.dp.name}",
     ]
-    if isinstance(config.dp, HpFsdp):
-        lines += shard_lines(config, specs, world_size)
+    shards = stage_plans(config, specs, world_size) if isinstance(config.dp, HpFsdp) else []
+    if shards:
+        lines += shard_lines(config, shards, world_size)
     if not isinstance(config.optimizer, HpMuon):
         whose = "over shards" if isinstance(config.dp, HpFsdp) else "Megatron's own"
         return "\n".join([*lines, f"optimizer  {config.optimizer.name}: {whose}"])
-    return "\n".join([*lines, "", *_muon_lines(config, specs, options, world_size)])
+    return "\n".join([*lines, "", *_muon_lines(config, specs, options, shards, world_size)])
 
 
 def warnings_text(config: Train, world_size: int) -> list[str]:
@@ -76,15 +79,14 @@ def _muon_options(config: Train) -> HpMuon:
     return config.optimizer if isinstance(config.optimizer, HpMuon) else HpMuon()
 
 
-def _muon_lines(config: Train, specs: list[ParamSpec], options: HpMuon, world_size: int) -> list[str]:
+def _muon_lines(
+    config: Train, specs: list[ParamSpec], options: HpMuon, shards: list[ShardPlan], world_size: int
+) -> list[str]:
     routes = route_parameters(specs, muon_params=options.muon_params, adamw_params=options.adamw_params)
-    muon = {route.spec.name for route in routes if route.algorithm is Algorithm.muon}
-    if isinstance(config.dp, HpFsdp):
-        return [
-            format_table(table_rows(routes, options)),
-            "",
-            *muon_lines(config, specs, world_size, muon),
-        ]
+    muon = {route.spec.name: route.spec for route in routes if route.algorithm is Algorithm.muon}
+    if shards:
+        table = format_table(table_rows(routes, options))
+        return [table, "", *muon_lines(config, shards, list(muon.values()), world_size)]
     plans = []
     for stage in range(config.topology.pp):
         held = stage_specs(specs, config.model, config.topology, stage=stage, ep=0)

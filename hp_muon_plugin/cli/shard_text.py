@@ -1,9 +1,9 @@
 """The layout of HP-FSDP as text, for the dry run."""
 
 import os
+from collections.abc import Sequence
 from itertools import groupby
 
-from hp_muon_plugin.config.choices import OuterMode
 from hp_muon_plugin.config.trainer import Train
 from hp_muon_plugin.layout.spec import ParamSpec
 from hp_muon_plugin.models.shard_plan import PlannedBucket, PlannedUnit, ShardPlan, plan_shards
@@ -12,8 +12,8 @@ from hp_muon_plugin.models.shard_topology import crossing_errors
 _MIB = 2**20
 
 
-def shard_lines(config: Train, specs: list[ParamSpec], world_size: int) -> list[str]:
-    """The layout of the pipeline stage that gathers most.
+def stage_plans(config: Train, specs: list[ParamSpec], world_size: int) -> list[ShardPlan]:
+    """The layout of every pipeline stage.
 
     Args:
         config: Checked options with ``dp=hp_fsdp``.
@@ -21,9 +21,23 @@ def shard_lines(config: Train, specs: list[ParamSpec], world_size: int) -> list[
         world_size: Ranks.
 
     Returns:
+        Plans.
+    """
+    return [plan_shards(config, specs, world_size, stage=stage) for stage in range(config.topology.pp)]
+
+
+def shard_lines(config: Train, plans: Sequence[ShardPlan], world_size: int) -> list[str]:
+    """The layout of the pipeline stage that gathers most.
+
+    Args:
+        config: Checked options with ``dp=hp_fsdp``.
+        plans: Of every pipeline stage.
+        world_size: Ranks.
+
+    Returns:
         Lines.
     """
-    busiest, plan = _busiest(config, specs, world_size)
+    busiest, plan = _busiest(plans)
     lines = [f"shards     of a rank of pipeline stage {busiest}: {_total(plan)}"]
     lines += [f"  {text}" for text in _unit_lines(plan)]
     weights, grads = plan.shard_traffic()
@@ -36,9 +50,8 @@ def shard_lines(config: Train, specs: list[ParamSpec], world_size: int) -> list[
     return lines
 
 
-def _busiest(config: Train, specs: list[ParamSpec], world_size: int) -> tuple[int, ShardPlan]:
+def _busiest(plans: Sequence[ShardPlan]) -> tuple[int, ShardPlan]:
     """The pipeline stage that gathers most, and its plan."""
-    plans = [plan_shards(config, specs, world_size, stage=stage) for stage in range(config.topology.pp)]
     return max(enumerate(plans), key=lambda numbered: numbered[1].shard_traffic())
 
 
@@ -53,31 +66,8 @@ def crossing_lines(config: Train, specs: list[ParamSpec], world_size: int) -> li
     Returns:
         One line for each kind of shard group that does.
     """
-    _, plan = _busiest(config, specs, world_size)
+    _, plan = _busiest(stage_plans(config, specs, world_size))
     return [str(error) for error in crossing_errors(config, plan, world_size, os.environ)]
-
-
-def muon_lines(config: Train, specs: list[ParamSpec], world_size: int, muon: set[str]) -> list[str]:
-    """How Muon works on the shards of the pipeline stage where most arrives for it.
-
-    Args:
-        config: Checked options with ``dp=hp_fsdp``.
-        specs: The whole model's.
-        world_size: Ranks.
-        muon: Names of the parameters that Muon takes.
-
-    Returns:
-        Lines.
-    """
-    plans = [plan_shards(config, specs, world_size, stage=stage) for stage in range(config.topology.pp)]
-    stage = max(range(len(plans)), key=lambda stage: plans[stage].muon_work(muon).num_bytes)
-    work, replicas = plans[stage].muon_work(muon), plans[stage].options.replicas
-    divided = replicas > 1 and plans[stage].options.outer is not OuterMode.replicate
-    return [
-        f"Muon step of a rank of pipeline stage {stage}{f', all {replicas} replicas together' if divided else ''}:",
-        f"  {work.num_whole} weights lie whole on one rank, which alone orthogonalizes them",
-        f"  {work.num_cut} weights are gathered over their shard group: {_mib(work.num_bytes)} arrive",
-    ]
 
 
 def _total(plan: ShardPlan) -> str:

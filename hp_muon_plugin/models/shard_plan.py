@@ -52,21 +52,6 @@ class PlannedUnit:
 
 
 @dataclass(frozen=True, slots=True)
-class MuonWork:
-    """What a Muon step does with the shards of a stage.
-
-    Attributes:
-        num_whole: Parameters that lie whole on one rank.
-        num_cut: Parameters that are gathered.
-        num_bytes: Momenta that arrive at a rank.
-    """
-
-    num_whole: int
-    num_cut: int
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class ShardPlan:
     """The layout of one pipeline stage and expert-parallel rank.
 
@@ -122,23 +107,6 @@ class ShardPlan:
         part = sum(bucket.layout.shard_numel for bucket in self.buckets) * (replicas - 1) / replicas
         weights = 0.0 if outer is OuterMode.replicate else part * self.weight_bytes
         return weights, part * self.grad_bytes * (1 if outer is OuterMode.shard else 2)
-
-    def muon_work(self, names: set[str]) -> MuonWork:
-        """What Muon finds whole and what it gathers, replicas together.
-
-        Args:
-            names: Parameters that Muon takes.
-
-        Returns:
-            The work.
-        """
-        whole = cut = num_bytes = 0
-        for layout in (bucket.layout for bucket in self.buckets):
-            mine = [place for place in layout.placements if place.name in names]
-            num_cut = sum(p.offset // layout.shard_numel != (p.stop - 1) // layout.shard_numel for p in mine)
-            whole, cut = whole + len(mine) - num_cut, cut + num_cut
-            num_bytes += 4 * (layout.numel - layout.shard_numel) if num_cut else 0
-        return MuonWork(whole, cut, num_bytes)
 
     @property
     def num_reductions(self) -> int:

@@ -36,6 +36,28 @@ def crossing_errors(
                 break
 
 
+def links(config: Train, world_size: int, environ: Mapping[str, str]) -> dict[bool, str]:
+    """The slowest link between ranks of a shard group.
+
+    Args:
+        config: Checked options with ``dp=hp_fsdp``.
+        world_size: Ranks.
+        environ: The environment, from which supernodes are discovered.
+
+    Returns:
+        ``fast`` inside supernodes, ``slow`` between them; for dense weights (False) and routed experts (True).
+
+    Raises:
+        ConfigError: If the sources of the topology contradict each other or the job.
+    """
+    known = discover(world_size, environ, ranks_per_supernode=config.topology.ranks_per_supernode)
+    found = {}
+    for is_expert in (False, True):
+        groups = shard_groups(config, world_size, is_expert=is_expert)
+        found[is_expert] = "slow" if any(len(known.supernodes(ranks)) > 1 for ranks in groups) else "fast"
+    return found
+
+
 def _check(known: Topology, ranks: Sequence[int], num_bytes: int, *, is_expert: bool) -> ConfigError | None:
     kind = "expert-data-parallel" if is_expert else "data-parallel"
     return known.check_shard_group(f"dp.replicas ({kind} shards)", ranks, num_bytes)

@@ -5,12 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-_DEVICE_BYTES = 64 << 20
-# On the CPU matrices are worked on while they lie in the second-level cache. Small ones are not cut:
-# there the calls would cost more than the cache saves.
-_CPU_CACHE_BYTES = 1 << 20  # per thread
-_CPU_CUT_FROM = 64
-_SMALL_BUFFERS_BYTES = 16  # four float32 buffers per entry of the m x m matrices
+from hp_muon_plugin.muon.limits import CPU_CACHE_BYTES, CPU_CUT_FROM, DEVICE_BYTES, SMALL_BUFFERS_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +83,9 @@ def chunks(stacks: Sequence[Stack], max_bytes: int | None, device: torch.device)
     """
     short = max([stack.short for stack in stacks])
     if max_bytes is None:
-        is_cut = device.type == "cpu" and short >= _CPU_CUT_FROM
-        max_bytes = _CPU_CACHE_BYTES * torch.get_num_threads() if is_cut else _DEVICE_BYTES
-    limit = max(1, max_bytes // (_SMALL_BUFFERS_BYTES * short * short))
+        is_cut = device.type == "cpu" and short >= CPU_CUT_FROM
+        max_bytes = CPU_CACHE_BYTES * torch.get_num_threads() if is_cut else DEVICE_BYTES
+    limit = max(1, max_bytes // (SMALL_BUFFERS_BYTES * short * short))
     if sum([stack.x.shape[0] for stack in stacks]) <= limit:
         return [stacks]
     return list(_cut(stacks, limit))

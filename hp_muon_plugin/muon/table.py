@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hp_muon_plugin.config.optimizer import AdamW, HpMuon
+from hp_muon_plugin.layout.spec import MatrixView
 from hp_muon_plugin.muon.routing import Algorithm, Route, route_parameters
 
 if TYPE_CHECKING:  # tables are also made where torch is not
@@ -118,11 +119,23 @@ def routing_table(optimizer: "HpMuonOptimizer | BaselineAdamW") -> str:
 
 
 def _matrices(route: Route) -> str:
-    if route.algorithm is not Algorithm.muon or route.spec.view is None:
-        return ""
+    is_muon = route.algorithm is Algorithm.muon and route.spec.view is not None
+    return matrices_text(route.spec.view) if is_muon else ""
+
+
+def matrices_text(view: MatrixView | None) -> str:
+    """What Newton-Schulz sees of a parameter.
+
+    Args:
+        view: How it reads as matrices.
+
+    Returns:
+        For example ``q [64,128] k [32,128]``.
+    """
     pieces = []
-    for part in route.spec.view.parts:
-        count, rows, cols = route.spec.view.part_shape(part)
+    for part in view.parts if view else ():
+        assert view is not None
+        count, rows, cols = view.part_shape(part)
         label = f"{part.label} " if part.label else ""
         pieces.append(f"{label}{f'{count}x' if count > 1 else ''}[{rows},{cols}]")
     return " ".join(pieces)

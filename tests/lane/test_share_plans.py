@@ -1,0 +1,58 @@
+"""The dry run plans what ranks will plan: equal digests, name by name and cut by cut."""
+
+from typing import Any
+
+import pytest
+from dist_pool import run_ranks
+
+from hp_muon_plugin.config.choices import OuterMode, Strategy
+from hp_muon_plugin.config.data_parallel import HpFsdp
+from hp_muon_plugin.config.optimizer import HpMuon, MuonRates
+from hp_muon_plugin.config.trainer import Model, Topology
+from hp_muon_plugin.models.gpt_specs import gpt_specs
+from hp_muon_plugin.models.muon_shares import stage_shares
+from hp_muon_plugin.models.shard_plan import plan_shards
+from hp_muon_plugin.muon.routing import Algorithm, route_parameters
+from hp_muon_plugin.train.setup import Launch
+from lane.harness import build, dense, mla, moe, train_config
+
+RATES = MuonRates(flops_per_s=1e9, bytes_per_s=1e9, message_s=1e-6)
+CASES = {
+    "dense": (dense(num_layers=3), 4, Topology(), HpFsdp()),
+    "dense-tp2": (dense(), 4, Topology(tp=2), HpFsdp()),
+    "dense-pp2": (dense(), 4, Topology(pp=2), HpFsdp()),
+    "moe": (moe(), 4, Topology(), HpFsdp()),
+    "moe-ep2": (moe(), 4, Topology(ep=2), HpFsdp()),
+    "replicate": (dense(), 4, Topology(), HpFsdp(replicas=2)),
+    "shard": (dense(num_layers=5), 4, Topology(), HpFsdp(replicas=2, outer=OuterMode.shard)),
+    "broadcast": (mla(), 4, Topology(ep=2), HpFsdp(replicas=2, outer=OuterMode.broadcast, outer_bucket_mib=0.01)),
+}
+
+
+def _digests(launch: Launch, model: Model, topology: Topology, dp: HpFsdp, options: HpMuon) -> Any:
+    ready = build(launch, train_config(model, topology, dp=dp, optimizer=options, global_batch=8))
+    plans = ready.optimizer.optimizer.share_plans if hasattr(ready.optimizer, "optimizer") else ()
+    return {(plan.axis, plan.digest()) for plan in plans}, [line for plan in plans for line in plan.lines()]
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("options", [HpMuon(rates=RATES), HpMuon(strategy=Strategy.alltoall)], ids=["auto", "alltoall"])
+def test_digests_are_equal(name: str, options: HpMuon) -> None:
+    model, ranks, topology, dp = CASES[name]
+    config = train_config(model, topology, dp=dp, optimizer=options, global_batch=8)
+    specs = gpt_specs(model, topology, 128, options)
+    muon = [route.spec for route in route_parameters(specs) if route.algorithm is Algorithm.muon]
+    wanted: set[tuple[str, str]] = set()
+    lines: list[str] = []
+    for stage in range(topology.pp):
+        shares = stage_shares(config, plan_shards(config, specs, ranks, stage=stage), muon, ranks)
+        wanted |= {(share.plan.axis, share.plan.digest()) for share in shares.shares if share.plan.params}
+        lines += [line for share in shares.shares for line in share.plan.lines()]
+    found: set[tuple[str, str]] = set()
+    for digests, told in run_ranks(ranks, _digests, model, topology, dp, options):
+        unplanned = [line for line in told if line not in lines and "local_experts" not in line]
+        assert not unplanned[:1]
+        found |= digests
+    missing = wanted - found
+    assert wanted
+    assert not missing

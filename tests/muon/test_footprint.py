@@ -1,0 +1,41 @@
+"""The bytes of buffers that a plan tells are those that steps take."""
+
+import pytest
+import torch
+from dist_pool import joined, run_ranks
+from torch.distributed.device_mesh import init_device_mesh
+
+from hp_muon_plugin.config.choices import FloatDtype
+from hp_muon_plugin.muon import build_optimizer
+from hp_muon_plugin.muon.distributed.footprint import Footprint
+from hp_muon_plugin.train.setup import Launch
+from muon.test_distributed_muon import SHAPES, STRATEGIES, _filled, give_grads, sharded
+
+# Long runs of several shapes, so that batches share buffers and chunks are cut.
+MORE = SHAPES | {f"wide{i}": (128, 320) for i in range(5)} | {f"tall{i}": (256, 96) for i in range(3)}
+
+
+def _sizes(launch: Launch, layout: str, dtype: FloatDtype) -> list[tuple[str, int, int]]:
+    joined(launch)
+    mesh = init_device_mesh("cpu", (launch.world_size,))
+    found = []
+    for strategy in STRATEGIES:
+        model = sharded(MORE, layout, mesh)
+        optimizer = build_optimizer(model, strategy=strategy, comm_dtype=dtype)
+        for step in range(2):
+            give_grads(model, _filled(step + 1, MORE))
+            optimizer.step()
+        footprint = Footprint(optimizer.config, "cpu", num_threads=torch.get_num_threads())
+        for plan in optimizer.share_plans:
+            footprint.add_plan(plan, launch.rank)
+        found.append((strategy, footprint.nbytes, optimizer._workspace.nbytes))
+    return found
+
+
+@pytest.mark.parametrize("dtype", [FloatDtype.float32, FloatDtype.bfloat16])
+@pytest.mark.parametrize("layout", ["flat", "fully_shard"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_predicted_buffers_are_the_real_ones(world_size: int, layout: str, dtype: FloatDtype) -> None:
+    for found in run_ranks(world_size, _sizes, layout, dtype):
+        for strategy, predicted, real in found:
+            assert predicted == real, (strategy, predicted, real)
