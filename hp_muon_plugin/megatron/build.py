@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from hp_muon_plugin.config.optimizer import AdamW, HpMuon
 from hp_muon_plugin.errors import ConfigError
+from hp_muon_plugin.layout.cuts import Cuts
 from hp_muon_plugin.layout.spec import ParamSpec
 from hp_muon_plugin.megatron.groups import MegatronGroups, megatron_groups
 from hp_muon_plugin.megatron.main_params import ParamPair, main_param
@@ -98,7 +99,7 @@ def _assemble(
     shares = [
         Share(
             axis,
-            tuple(ShardedParam(param.spec, (0, param.spec.local_numel)) for param in held),
+            tuple(ShardedParam(param.spec, Cuts.of((0, param.spec.local_numel))) for param in held),
             tuple(param.main for param in held),
             is_replicated=True,
         )

@@ -1,6 +1,7 @@
 """How evenly matrices are divided over ranks."""
 
 import random
+from bisect import bisect_left
 from itertools import product
 
 from hypothesis import given
@@ -54,6 +55,38 @@ def test_no_more_than_four_thirds_of_the_best_division(costs: list[float], num_r
         for owners in product(range(num_ranks), repeat=len(costs))
     )
     assert max(divide(costs, num_ranks).loads) <= (4 / 3 - 1 / (3 * num_ranks)) * best * (1 + 1e-9)
+
+
+def best_of_two_lengths(short: float, long: float, counts: tuple[int, int], num_ranks: int) -> float:
+    """The least largest load of any division, by trying how many long items each rank gets."""
+    candidates = sorted({i * short + j * long for i in range(counts[0] + 1) for j in range(counts[1] + 1)})
+
+    def holds(limit: float) -> bool:
+        most = [0] + [-1] * counts[1]  # short items that fit beside so many long ones, rank after rank
+        for _ in range(num_ranks):
+            after = [-1] * (counts[1] + 1)
+            for taken, room in enumerate(most):
+                for more in range(counts[1] - taken + 1) if room >= 0 else ():
+                    if more * long <= limit * (1 + 1e-12):
+                        fitting = room + int((limit - more * long) / short + 1e-9)
+                        after[taken + more] = max(after[taken + more], fitting)
+            most = after
+        return most[counts[1]] >= counts[0]
+
+    return candidates[bisect_left(candidates, True, key=holds)]
+
+
+@given(st.floats(1, 30), st.floats(1, 30), st.integers(2, 12), st.data())
+def test_matrices_of_two_lengths_are_within_a_tenth_of_the_best_division(
+    one: float, other: float, num_ranks: int, data: st.DataObject
+) -> None:
+    """Two lengths fit together in few ways: the best division can be 1.2 times what :func:`least_possible` says."""
+    total = data.draw(st.integers(4 * num_ranks, 5 * num_ranks))
+    num_long = data.draw(st.integers(0, total))
+    short, long = sorted((one, other))
+    best = best_of_two_lengths(short, long, (total - num_long, num_long), num_ranks)
+    division = divide([short] * (total - num_long) + [long] * num_long, num_ranks)
+    assert max(division.loads) <= 1.1 * best * (1 + 1e-9)
 
 
 def test_many_ranks() -> None:

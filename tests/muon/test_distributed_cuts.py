@@ -14,7 +14,8 @@ from hp_muon_plugin.layout.fused import gated_view, qkv_view
 from hp_muon_plugin.layout.spec import MatrixView, ParamSpec, Role, plain_matrix, stacked_matrices
 from hp_muon_plugin.muon.distributed.executor import ShareExecutor
 from hp_muon_plugin.muon.distributed.items import ShardedParam
-from hp_muon_plugin.muon.distributed.plan import Route, share_plan
+from hp_muon_plugin.muon.distributed.plan import Route
+from hp_muon_plugin.muon.distributed.planner import share_plan
 from hp_muon_plugin.muon.executor import Executor, ParamStep
 from hp_muon_plugin.muon.plan import build_plan
 from hp_muon_plugin.muon.workspace import Workspace

@@ -1,15 +1,22 @@
-"""Dividing work over ranks: the longest first, each to whoever has least, then moves and swaps.
+"""Dividing work over ranks: the longest first, each to whoever has least, then moves and swaps, then packing.
 
 Longest-processing-time is within ``4/3 - 1/(3 W)`` of the best division (R. L. Graham, Bounds on
 multiprocessing timing anomalies, SIAM J. Appl. Math. 17, 1969), and no rank has more than the mean
 and one item: ``mean + (1 - 1/W) * largest``. Moves and swaps only ever lower the largest load.
+
+Where that is above what is surely needed, ranks are packed instead, each as full as a limit allows, with the least
+limit that holds all (MULTIFIT: E. G. Coffman, M. R. Garey, D. S. Johnson, SIAM J. Comput. 7, 1978, within 1.22 of the
+best division). Items of two lengths, which fit together on a rank in one way only, need it.
 """
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 _MAX_ROUNDS = 64
+_MAX_LIMITS = 12
+_WORTH_PACKING = 1.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +73,10 @@ def divide(
         heapq.heappush(heap, (loads[owner], owner))
     if allowed is None:
         _improve(costs, owners, loads)
+        found = _packed(costs, order, list(already or [0.0] * num_ranks), max(loads))
+        if found is not None:
+            owners, loads = found
+            _improve(costs, owners, loads)
     return Division(tuple(owners), tuple(loads))
 
 
@@ -78,6 +89,49 @@ def _least(heap: list[tuple[float, int]], loads: Sequence[float], preferred: Seq
         if loads[rank] == least:
             return rank
     return heap[0][1]
+
+
+def _packed(
+    costs: Sequence[float], order: Sequence[int], start: Sequence[float], most: float
+) -> tuple[list[int], list[float]] | None:
+    """Owners and loads below ``most``, packed to the least limit that holds all; None where that is not worth it."""
+    largest, mean = max(costs, default=0.0), (sum(start) + sum(costs)) / len(start)
+    low, high = max(mean, largest, *start), most
+    best = None
+    for _ in range(_MAX_LIMITS):
+        if high <= low * _WORTH_PACKING:
+            break
+        limit = (low + high) / 2
+        found = _first_fit(costs, order, start, limit)
+        if found is None:
+            low = limit
+        else:
+            best, high = found, max(found[1])
+    return best
+
+
+def _first_fit(
+    costs: Sequence[float], order: Sequence[int], start: Sequence[float], limit: float
+) -> tuple[list[int], list[float]] | None:
+    """Every item to the first rank on which it stays within a limit; None if one fits nowhere."""
+    leaves = 1 << (len(start) - 1).bit_length()
+    least = [math.inf] * leaves + list(start) + [math.inf] * (leaves - len(start))  # a tree; loads are its leaves
+    for node in range(leaves - 1, 0, -1):
+        least[node] = min(least[2 * node], least[2 * node + 1])
+    owners = [0] * len(costs)
+    for item in order:
+        room = limit - costs[item]
+        if least[1] > room:
+            return None
+        node = 1
+        while node < leaves:
+            node = 2 * node if least[2 * node] <= room else 2 * node + 1
+        owners[item] = node - leaves
+        least[node] += costs[item]
+        while node > 1:
+            node //= 2
+            least[node] = min(least[2 * node], least[2 * node + 1])
+    return owners, least[leaves : leaves + len(start)]
 
 
 def _improve(costs: Sequence[float], owners: list[int], loads: list[float]) -> None:

@@ -8,9 +8,10 @@ import torch.distributed as dist
 
 from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.errors import ConfigError
+from hp_muon_plugin.layout.cuts import Cuts
 from hp_muon_plugin.layout.spec import ParamSpec
 from hp_muon_plugin.muon.distributed.balance import divide
-from hp_muon_plugin.muon.distributed.cost import DEFAULT_RATES
+from hp_muon_plugin.muon.distributed.cost import rates_of
 from hp_muon_plugin.muon.distributed.items import ShardedParam
 from hp_muon_plugin.muon.distributed.optimizer import ShardedMuonOptimizer, Share
 from hp_muon_plugin.muon.distributed.replicas import is_worth_sending, item_flops
@@ -64,7 +65,7 @@ def _share(
     sent: list[tuple[torch.nn.Parameter, int]] = []
     updated = list(held)
     if replicas.size > 1 and not is_divided and all(shard.replicas == replicas for shard in held):
-        rates = DEFAULT_RATES.get(device, DEFAULT_RATES["cuda"])
+        rates = rates_of(config.rates, device)
         costs = item_flops([specs[shard.param] for shard in held], config, device=device)
         # of a weight, a rank computes and sends its share
         worth = [
@@ -105,7 +106,7 @@ def replicated_optimizer(
     held = [param for group in groups if group["algorithm"] == Algorithm.muon for param in group["params"]]
     share = Share(
         axis,
-        tuple(ShardedParam(specs[param], (0, specs[param].numel)) for param in held),
+        tuple(ShardedParam(specs[param], Cuts.of((0, specs[param].numel))) for param in held),
         tuple(held),
         is_replicated=True,
     )

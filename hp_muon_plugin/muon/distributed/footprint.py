@@ -4,12 +4,13 @@ Buffers have names, and each is as large as its largest use (:class:`~hp_muon_pl
 Here the same names are asked for in the same sizes. A test compares the sum with that of real steps.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from hp_muon_plugin.config.choices import FloatDtype
 from hp_muon_plugin.config.optimizer import HpMuon
-from hp_muon_plugin.muon.algorithm import Algorithm
+from hp_muon_plugin.muon.algorithm import Algorithm, is_gathered
 from hp_muon_plugin.muon.coefficients import Coefficients
 from hp_muon_plugin.muon.distributed.messages import Messages, side
 from hp_muon_plugin.muon.distributed.plan import Batch, Route, SharePlan
@@ -68,10 +69,13 @@ class Footprint:
                 self._whole(messages, rank, slot)
 
     def _look_ahead(self, messages: Messages, rank: int) -> None:
-        """Where gradients (float32), momenta and what is sent have one type, none is needed."""
-        types = {self._config.momentum_dtype, self._config.comm_dtype, FloatDtype.float32}
-        if self._config.nesterov and len(types) > 1:
-            self.take("share_look_ahead", max((item.held(rank) for _, item, _ in messages.items), default=0))
+        """A rank's part is written in the type of messages, or in float32 if it stays; gradients are float32."""
+        has_other = self._config.momentum_dtype is not FloatDtype.float32
+        for _, item, owner in messages.items:
+            is_sent = messages.batch.route.gathers and not messages.batch.route.has_factors
+            is_sent = is_sent or (messages.batch.route is Route.OWNER and owner != rank)
+            if self._config.nesterov and (has_other or (is_sent and messages.plan.itemsize != _FLOAT)):
+                self.take("share_look_ahead", item.held(rank))
 
     def _gathered(self, messages: Messages, slot: int) -> None:
         self.take(f"share_send{slot}", messages.longest, messages.plan.itemsize)
@@ -117,7 +121,7 @@ class Footprint:
                 self.take(f"share_product{slot}", item.held(rank))
         for short, count in counts.items():
             if count:
-                self._small(count, short, _FLOAT, longest_run=2)
+                self._small(count, short, _FLOAT, has_one_step=False, is_padded=False)
 
     def _whole_matrices(self, plan: MuonPlan) -> None:
         """What muon/executor.py and Newton-Schulz use for matrices that are whole here."""
@@ -138,19 +142,26 @@ class Footprint:
         runs = algorithm.run_lengths(coefficients)
         itemsize = _FLOAT if algorithm.dtype is FloatDtype.float32 else 2
         for chunk in self._chunks(shapes):
-            short = max(min(shape[1:]) for shape in chunk)
-            self._small(sum(shape[0] for shape in chunk), short, itemsize, longest_run=max(runs))
+            count, short = sum(shape[0] for shape in chunk), max(min(shape[1:]) for shape in chunk)
+            is_padded = max(runs) == 1 and algorithm.num_blocks > 1
+            self._small(count, short, itemsize, has_one_step=max(runs) == 1, is_padded=is_padded)
             if algorithm.num_blocks > 1:
                 block = -(-short // min(algorithm.num_blocks, short))
-                self.take("mirror", sum(shape[0] for shape in chunk) * block * block, itemsize)
+                self.take("mirror", count * block * block, itemsize)
             if itemsize != _FLOAT:
-                for position, (count, rows, cols) in enumerate(chunk):
-                    self.take(f"copied.{position}", count * rows * cols, itemsize)
-                    self.take("product", count * rows * cols, itemsize)
-            for position, (_, group) in enumerate(groupby(chunk, key=lambda shape: shape[1:])):
-                numel = sum(count * rows * cols for count, rows, cols in group)
-                for number in range(min(len(runs) - 1, 2)):
+                for position, shape in enumerate(chunk):
+                    self.take(f"copied.{position}", math.prod(shape), itemsize)
+                    self.take("product", math.prod(shape), itemsize)
+            groups = [(shape, list(group)) for shape, group in groupby(chunk, key=lambda shape: shape[1:])]
+            takes_turns = 1 < len(runs) == sum(runs) and len(groups) == 1 and len(set(groups[0][0])) == 1
+            if takes_turns:
+                self.take("another", count * short * self._padded(short, itemsize, is_padded=is_padded), itemsize)
+            for position, (shape, group) in enumerate(groups):
+                numel = sum(math.prod(one) for one in group)
+                for number in range(0 if takes_turns else min(len(runs) - 1, 2)):
                     self.take(f"carry{number}.{position}", numel, itemsize)
+                if len(runs) > 2 and is_gathered(self._device, *shape, num_threads=self._num_threads):
+                    self.take(f"carry1.{position}", numel, itemsize)
 
     def _chunks(self, shapes: Sequence[_Shape]) -> Iterator[list[_Shape]]:
         """As muon/stack.py cuts them."""
@@ -173,16 +184,16 @@ class Footprint:
         if chunk:
             yield chunk
 
-    def _small(self, count: int, short: int, itemsize: int, *, longest_run: int) -> None:
-        cols, names = short, ["gram", "small0", "small1", "small2"]
-        if longest_run == 1:
-            names = names[:2]
-            if self._device == "cpu" and short * itemsize % _ALIASING_BYTES == 0:
-                cols += _CACHE_LINE_BYTES // itemsize
-        for name in names:
+    def _small(self, count: int, short: int, itemsize: int, *, has_one_step: bool, is_padded: bool) -> None:
+        cols = self._padded(short, itemsize, is_padded=is_padded)
+        for name in ("gram", "small0") if has_one_step else ("gram", "small0", "small1", "small2"):
             self.take(name, count * short * cols, itemsize)
         self.take("trace", count)
         self.take("root", count)
+
+    def _padded(self, short: int, itemsize: int, *, is_padded: bool) -> int:
+        is_aliased = is_padded and self._device == "cpu" and short * itemsize % _ALIASING_BYTES == 0
+        return short + (_CACHE_LINE_BYTES // itemsize if is_aliased else 0)
 
 
 def _slots(plan: SharePlan) -> Iterator[tuple[int, Batch]]:

@@ -16,7 +16,7 @@ from hp_muon_plugin.layout.spec import ParamSpec
 from hp_muon_plugin.muon.algorithm import TABLE, load_table
 from hp_muon_plugin.muon.coefficients import resolve_schedule
 from hp_muon_plugin.muon.distributed.balance import divide
-from hp_muon_plugin.muon.distributed.cost import DEFAULT_RATES, Rates, kind_of
+from hp_muon_plugin.muon.distributed.cost import Rates, kind_of, rates_of
 from hp_muon_plugin.muon.distributed.items import Item, pieces_of
 from hp_muon_plugin.muon.executor import Executor, ParamStep
 from hp_muon_plugin.muon.plan import build_plan
@@ -112,7 +112,7 @@ class ReplicaExecutor:
         wire: Collectives.
         config: Options.
         workspace: Buffers.
-        rates: By which it is decided what is divided; None takes the device's default.
+        rates: By which it is decided what is divided; None takes those of ``config``.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class ReplicaExecutor:
         rates: Rates | None = None,
     ) -> None:
         device = workspace.device.type
-        rates = rates or DEFAULT_RATES.get(device, DEFAULT_RATES["cuda"])
+        rates = rates or rates_of(config.rates, device)
         items = [item for index, spec in enumerate(params) for item in pieces_of(index, spec, axis.size)]
         flops = item_flops([item.spec for item in items], config, device=device)
         worth = [
