@@ -7,7 +7,7 @@ import torch
 from hp_muon_plugin.config.choices import OuterMode
 from hp_muon_plugin.fsdp.bucket import Bucket
 from hp_muon_plugin.fsdp.outer import Group
-from hp_muon_plugin.fsdp.owners import Balance
+from hp_muon_plugin.layout.owners import Balance
 from hp_muon_plugin.platform.collectives import AxisGroup
 
 _GROUPS = 8  # so that all but the last eighth of what the slow link carries hides behind backward

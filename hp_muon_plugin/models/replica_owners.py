@@ -1,4 +1,4 @@
-"""Which replica updates which parameter of a planned layout: what fsdp/outer.py does, without its tensors.
+"""Which replica updates which parameter of a planned layout: what fsdp/grouping.py does, without its tensors.
 
 A test on every lane compares the two.
 """
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hp_muon_plugin.config.choices import OuterMode
-from hp_muon_plugin.layout.bucket import BucketLayout
+from hp_muon_plugin.layout.owners import Balance
 from hp_muon_plugin.models.shard_plan import PlannedBucket, ShardPlan
 
 _GROUPS = 8
@@ -38,10 +38,16 @@ def owned_buckets(plan: ShardPlan) -> list[OwnedBucket]:
     """
     if plan.options.outer is OuterMode.replicate or plan.options.replicas == 1:
         return [OwnedBucket(bucket, None) for bucket in plan.buckets]
-    owners: dict[int, tuple[int, ...]] = {}
-    for turn, group in enumerate(_groups(plan)):
-        owners |= _owners(group, turn, plan.options.replicas)
-    return [OwnedBucket(bucket, owners[id(bucket)]) for bucket in plan.buckets]
+    owners: dict[int, list[int]] = {}
+    balances: dict[bool, Balance] = {}
+    groups = [_Group.of(group) for group in _groups(plan)]
+    for group in sorted(reversed(groups), key=lambda group: -max(max(held.values()) for held in group.parts)):
+        first = group.buckets[0]
+        balance = balances.setdefault(first.is_expert, Balance(plan.options.replicas, first.layout.num_shards))
+        found = iter(balance.divide(group.parts, group.guess(plan.options.replicas)))
+        for bucket in group.buckets:
+            owners[id(bucket)] = [next(found) for _ in bucket.layout.placements]
+    return [OwnedBucket(bucket, tuple(owners[id(bucket)])) for bucket in plan.buckets]
 
 
 def _groups(plan: ShardPlan) -> Iterator[list[PlannedBucket]]:
@@ -59,18 +65,33 @@ def _groups(plan: ShardPlan) -> Iterator[list[PlannedBucket]]:
     yield from pending.values()
 
 
-def _owners(group: list[PlannedBucket], turn: int, replicas: int) -> dict[int, tuple[int, ...]]:
-    place, found = 0, {}
-    total = max(1, sum(bucket.layout.shard_numel for bucket in group))
-    for bucket in group:
-        centers = [place + _center(bucket.layout, index) for index in range(len(bucket.layout.placements))]
-        found[id(bucket)] = tuple((min(replicas - 1, c * replicas // total) + turn) % replicas for c in centers)
-        place += bucket.layout.shard_numel
-    return found
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Buckets that are reduced between replicas together.
 
+    Attributes:
+        buckets: The buckets.
+        parts: Of each parameter, elements by shard.
+        centers: The middle of each parameter in the shard that holds most of it, from the start of the group.
+    """
 
-def _center(layout: BucketLayout, index: int) -> int:
-    """The middle of a parameter in the shard that holds most of it; the first of several."""
-    pieces = layout.cuts(index).pieces()
-    shard, start, stop = max(pieces, key=lambda piece: (piece[2] - piece[1], -piece[0]), default=(0, 0, 0))
-    return layout.place_in_shard(index, shard) + (stop - start) // 2
+    buckets: list[PlannedBucket]
+    parts: list[dict[int, int]]
+    centers: list[int]
+
+    @classmethod
+    def of(cls, buckets: list[PlannedBucket]) -> "_Group":
+        parts, centers, place = [], [], 0
+        for layout in (bucket.layout for bucket in buckets):
+            for index in range(len(layout.placements)):
+                held = {shard: stop - start for shard, start, stop in layout.cuts(index).pieces()} or {0: 0}
+                shard = max(held, key=lambda shard: held[shard])  # the first of several
+                centers.append(place + layout.place_in_shard(index, shard) + held[shard] // 2)
+                parts.append(held)
+            place += layout.shard_numel
+        return cls(buckets, parts, centers)
+
+    def guess(self, replicas: int) -> list[int]:
+        """Owners in buffer order."""
+        total = max(1, sum(bucket.layout.shard_numel for bucket in self.buckets))
+        return [min(replicas - 1, center * replicas // total) for center in self.centers]

@@ -1,7 +1,8 @@
 """Bytes of the buffers that a rank's Muon step keeps, from its plan alone. No torch.
 
 Buffers have names, and each is as large as its largest use (:class:`~hp_muon_plugin.muon.workspace.Workspace`).
-Here the same names are asked for in the same sizes. A test compares the sum with that of real steps.
+Here the same names are asked for in the same sizes. A test compares the sum with that of real steps. What
+tensor-parallel ranks send each other is counted where they gather slices (``tp_mode=duplicated``) only.
 """
 
 import math
@@ -15,6 +16,7 @@ from hp_muon_plugin.muon.coefficients import Coefficients
 from hp_muon_plugin.muon.distributed.messages import Messages, side
 from hp_muon_plugin.muon.distributed.plan import Batch, Route, SharePlan
 from hp_muon_plugin.muon.limits import CPU_CACHE_BYTES, CPU_CUT_FROM, DEVICE_BYTES, SMALL_BUFFERS_BYTES
+from hp_muon_plugin.muon.pieces import Way
 from hp_muon_plugin.muon.plan import MuonPlan, build_plan
 
 _UNDER_WAY = 2  # batches, as in executor.py
@@ -126,12 +128,12 @@ class Footprint:
     def _whole_matrices(self, plan: MuonPlan) -> None:
         """What muon/executor.py and Newton-Schulz use for matrices that are whole here."""
         for stage in plan.stages:
-            if stage.axis is not None:
+            if stage.way is Way.gather:
                 self.take("send", stage.local_numel)
                 self.take("received", stage.size * stage.local_numel)
-                self.take("whole", sum(plan.params[index].numel for index in stage.params))
+                self.take("whole", sum(plan.pieces[index].spec.numel for index in stage.pieces))
             has_result = stage.axis is not None or self._device != "cpu"
-            for batch in stage.batches:
+            for batch in stage.batches_of(0):
                 shapes = [(family.count, family.rows, family.cols) for family in batch.families]
                 for number, (count, rows, cols) in enumerate(shapes):
                     for name in ("update", "result") if has_result else ("update",):

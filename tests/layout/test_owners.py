@@ -1,6 +1,6 @@
 """Who updates what: even on every link between replicas, in few stretches."""
 
-from hp_muon_plugin.fsdp.owners import Balance
+from hp_muon_plugin.layout.owners import Balance
 
 
 def owned(parts: list[dict[int, int]], owners: list[int], shard: int, owner: int) -> int:
