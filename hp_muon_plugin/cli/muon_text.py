@@ -37,7 +37,8 @@ def muon_lines(config: Train, shards: Sequence[ShardPlan], specs: Sequence[Param
     rates = stage.kinds[0][0].plan.rates
     lines = [
         f"Muon step of pipeline stage {number}{f', all {replicas} replicas together' if divided else ''}, "
-        f"planned for {device_of(config)}; ms are at {_rates_text(rates)}:"
+        f"planned for {device_of(config)}:",
+        f"  all ms are at {_rates_text(rates)}",
     ]
     link = links(config, world_size, os.environ)
     for kind in stage.kinds:
@@ -59,7 +60,8 @@ def _kind_lines(stage: StageShares, shares: Sequence[PlannedShare], link: str) -
     for count, matrices in _whole(shares):
         yield f"  {count} x {matrices}: whole on a rank, nothing is sent"
     for (matrices, route), (count, priced) in _cut(shares).items():
-        yield f"  {count} x {matrices}: {route} (ms: {', '.join(priced)})"
+        yield f"  {count} x {matrices}: {route}"
+        yield f"    ms: {', '.join(priced)}"
     loads = [load for share in shares for load in share.plan.loads]
     mean = sum(loads) / len(loads)
     yield f"  owners: {_gflop(max(loads))} at most, {_gflop(mean)} on average, max/mean {_ratio(max(loads), mean)}"

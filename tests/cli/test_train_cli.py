@@ -151,6 +151,34 @@ def test_dry_run_prints_the_plan_and_imports_no_torch(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("metrics.jsonl"))
 
 
+def test_the_plan_of_shards_tells_routes_prices_and_balance(tmp_path: Path) -> None:
+    overrides = ["model=tiny_dense", "dp=hp_fsdp", "topology.ranks=4"]
+    shown = hp_muon("plan", *overrides, folder=tmp_path).stdout.partition("Muon step")[2]
+    assert "all ms are at 50 GFLOP/s, 1 GB/s and 200 us a message of a rank (default for CPU)" in shown
+    assert "weights over dp, 4 ranks, fast link:" in shown
+    assert "8 x gate/up [352,128]: alltoall" in shown
+    assert "whole on a rank, nothing is sent" in shown
+    assert "all-to-all peers (queue pairs) of the rank with most: 3" in shown
+    assert "prediction at these rates" in shown
+    slow = ["optimizer.rates.bytes_per_s=1e6", "optimizer.rates.message_s=0", "topology.ranks_per_supernode=2"]
+    shown = hp_muon("plan", *overrides, *slow, folder=tmp_path).stdout
+    assert "50 GFLOP/s, 0.001 GB/s and 0 us a message of a rank (optimizer.rates, else default for CPU)" in shown
+    assert "weights over dp, 4 ranks, slow link:" in shown
+    scarce = hp_muon("plan", *overrides, "optimizer.max_peers=1", folder=tmp_path).stdout
+    assert "[352,128]: alltoall" not in scarce
+    wrong = hp_muon("plan", *overrides, "optimizer.rates.flops_per_s=0", folder=tmp_path)
+    assert wrong.returncode == 2
+    assert "optimizer.rates.flops_per_s=0: must be greater than 0" in wrong.stderr
+
+
+def test_dense_layers_below_experts(tmp_path: Path) -> None:
+    shown = hp_muon("plan", "model=tiny_moe", "model.moe.first_dense_layers=1", folder=tmp_path).stdout
+    assert "decoder.layers.0.mlp.linear_fc1.weight" in shown
+    wrong = hp_muon("plan", "model=tiny_moe", "model.moe.first_dense_layers=4", folder=tmp_path)
+    assert wrong.returncode == 2
+    assert "leaves none of model.num_layers=4 layers to the experts" in wrong.stderr
+
+
 def test_unknown_commands_and_help() -> None:
     done = subprocess.run([*CLI, "trian"], capture_output=True, text=True, check=False)
     assert done.returncode == 2

@@ -1,4 +1,4 @@
-"""The bytes of buffers that a plan tells are those that steps take."""
+"""The bytes that a plan tells, of buffers and of messages, are those of real steps."""
 
 import pytest
 import torch
@@ -8,11 +8,41 @@ from torch.distributed.device_mesh import init_device_mesh
 from hp_muon_plugin.config.choices import FloatDtype
 from hp_muon_plugin.muon import build_optimizer
 from hp_muon_plugin.muon.distributed.footprint import Footprint
+from hp_muon_plugin.muon.distributed.messages import traffic
+from hp_muon_plugin.platform.counting import CountingWire
+from hp_muon_plugin.platform.wire import C10dWire
 from hp_muon_plugin.train.setup import Launch
 from muon.test_distributed_muon import SHAPES, STRATEGIES, _filled, give_grads, sharded
 
 # Long runs of several shapes, so that batches share buffers and chunks are cut.
 MORE = SHAPES | {f"wide{i}": (128, 320) for i in range(5)} | {f"tall{i}": (256, 96) for i in range(3)}
+
+
+def _traffic(launch: Launch, layout: str) -> bool:
+    from hp_muon_plugin.muon.distributed import optimizer as module
+
+    joined(launch)
+    mesh = init_device_mesh("cpu", (launch.world_size,))
+    for strategy in STRATEGIES:
+        wire = CountingWire(C10dWire())
+        module.C10dWire = lambda wire=wire: wire
+        model = sharded(MORE, layout, mesh)
+        optimizer = build_optimizer(model, strategy=strategy, clip_grad=0.0)
+        give_grads(model, _filled(1, MORE))
+        optimizer.step()
+        counted: dict[str, tuple[int, int]] = {}
+        for (kind, _), told in wire.counts().items():
+            number, num_bytes = counted.get(str(kind), (0, 0))
+            counted[str(kind)] = number + told.num_collectives, num_bytes + told.num_bytes
+        (plan,) = optimizer.share_plans
+        assert traffic(plan, launch.rank) == counted, strategy
+    return True
+
+
+@pytest.mark.parametrize("layout", ["flat", "fully_shard"])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_planned_bytes_are_those_on_the_wire(world_size: int, layout: str) -> None:
+    assert run_ranks(world_size, _traffic, layout) == [True] * world_size
 
 
 def _sizes(launch: Launch, layout: str, dtype: FloatDtype) -> list[tuple[str, int, int]]:
