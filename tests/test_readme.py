@@ -60,7 +60,7 @@ def test_a_command_runs_as_it_stands(line: str, tmp_path: Path) -> None:
     elif not trains:
         assert "no problems found" in done.stdout
     elif is_plan:
-        assert "Muon step of a rank" in done.stdout
+        assert "Muon step of " in done.stdout
     else:
         assert "step 1: held-out loss" in done.stdout
     assert bool(list(tmp_path.rglob("metrics.jsonl"))) == (trains and not is_plan)

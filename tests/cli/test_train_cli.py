@@ -97,7 +97,7 @@ def test_every_model_has_a_plan(tmp_path: Path) -> None:
     """No model with multi-latent attention could be chosen at all."""
     done = hp_muon("train", "--dry-run", "-m", "model=tiny_dense,tiny_moe,tiny_mla", folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("Muon step of a rank") == 3
+    assert done.stdout.count("Muon step of ") == 3
     assert "linear_kv_down_proj" in done.stdout
     dense = hp_muon("train", "--dry-run", "model=tiny_mla", "model.moe=null", folder=tmp_path)
     assert dense.returncode == 0, dense.stderr
