@@ -121,7 +121,7 @@ class FactoredBatch:
             largest = self._take("largest", len(self._entries))
             for place, (index, item, _) in enumerate(self._entries):
                 held = own[places[rank][index] :][: item.held(rank)]
-                torch.amax(held.abs(), 0, out=largest[place]) if held.numel() else largest[place].zero_()
+                _largest(held, largest[place]) if held.numel() else largest[place].zero_()
             every = self._take("every_largest", self._axis.size * len(self._entries))
             # 4 bytes an item from each rank; Gram matrices wait
             handles.append(self._wire.all_gather(every, largest, self._axis))
@@ -183,7 +183,7 @@ class FactoredBatch:
                 whole = self._take("whole", item.numel)
                 for other in item.holders:
                     whole[slice(*item.span(other))].copy_(self._rows(other, index, item, places))
-                factor = powers_of_two(whole.abs().amax())
+                factor = powers_of_two(_largest(whole, self._take("largest", 1)[0]))
                 x = whole.mul_(factor).view(rows, cols)
                 torch.mm(x, x.t(), out=gram) if rows <= cols else torch.mm(x.t(), x, out=gram)
                 self._factors_of_two[index] = factor
@@ -250,6 +250,12 @@ class FactoredBatch:
 def _shape(item: Item) -> tuple[int, int]:
     assert item.matrix is not None, item
     return item.matrix
+
+
+def _largest(held: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Largest magnitude, without a copy of the entries."""
+    found: torch.Tensor = torch.linalg.vector_norm(held, ord=torch.inf, out=out)
+    return found
 
 
 def powers_of_two(largest: torch.Tensor) -> torch.Tensor:
