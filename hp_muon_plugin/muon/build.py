@@ -16,8 +16,9 @@ from hp_muon_plugin.config.options import from_options
 from hp_muon_plugin.errors import ConfigError
 from hp_muon_plugin.layout.spec import ParamSpec
 from hp_muon_plugin.muon.baseline import BaselineAdamW
+from hp_muon_plugin.muon.distributed.agreement import check_job
 from hp_muon_plugin.muon.distributed.build import replicated_optimizer, sharded_optimizer
-from hp_muon_plugin.muon.distributed.shards import shards_of
+from hp_muon_plugin.muon.distributed.shards import axes_of, shards_of
 from hp_muon_plugin.muon.names import module_specs, named_specs, refuse_sharded
 from hp_muon_plugin.muon.optimizer import HpMuonOptimizer
 from hp_muon_plugin.muon.routing import Algorithm, Route, route_parameters
@@ -68,6 +69,9 @@ def build_optimizer(params: Params, **options: Any) -> HpMuonOptimizer:
             with_ours=True,
         )
     routes = route_parameters(list(specs.values()), muon_params=config.muon_params, adamw_params=config.adamw_params)
+    world = AxisGroup.from_group("world", dist.group.WORLD) if _world_size() > 1 and dist.group.WORLD else None
+    # before a rank fails alone, and the others wait for it
+    check_job(config, routes, axes_of(shards) if shards else [world] if world else [])
     if not any(route.algorithm is Algorithm.muon for route in routes):
         raise ConfigError(
             "optimizer",
@@ -78,8 +82,8 @@ def build_optimizer(params: Params, **options: Any) -> HpMuonOptimizer:
     groups = muon_groups(list(specs), routes, config)
     if shards:
         return sharded_optimizer(shards, groups, specs, config)
-    if _world_size() > 1 and dist.group.WORLD:
-        return replicated_optimizer(AxisGroup.from_group("world", dist.group.WORLD), groups, specs, config)
+    if world:
+        return replicated_optimizer(world, groups, specs, config)
     return HpMuonOptimizer(groups, specs, config)
 
 

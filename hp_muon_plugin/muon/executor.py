@@ -61,6 +61,11 @@ class Executor:
         return self._tools.num_orthogonalized
 
     @property
+    def is_fused_by_lists(self) -> bool:
+        """Whether weights are multiplied by their decay in a pass of their own, also where that is 0."""
+        return self._is_fused_by_lists
+
+    @property
     def workspace_bytes(self) -> int:
         """Bytes of the reused buffers."""
         return self._workspace.nbytes

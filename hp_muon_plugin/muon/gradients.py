@@ -31,12 +31,19 @@ class Gradient:
         value: This rank's (part of the) gradient, or None.
         algorithm: Who updates the parameter.
         axis: Axis over which ranks hold parts of it, or None where each holds the whole.
+        is_expected: Whether this rank should have one; False where another replica updates the parameter.
     """
 
     name: str
     value: torch.Tensor | None
     algorithm: Algorithm
     axis: str | None = None
+    is_expected: bool = True
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether there is none although there should be."""
+        return self.value is None and self.is_expected
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,16 +97,17 @@ def check_gradients(
     device = _device(present, [*agree, *axes.values()])
     squares, doubt = _squares(present, axes, device)
     has = torch.tensor([gradient.value is not None for gradient in gradients], dtype=torch.float32, device=device)
+    lacks = torch.tensor([gradient.is_missing for gradient in gradients], dtype=torch.float32, device=device)
     grown = torch.tensor([float(bool(unfrozen))], device=device)
     # over each axis of `agree`: (2P + 4,) float32, who has a gradient, who has none, unfrozen, doubt, squares
-    votes = torch.cat([has, 1 - has, grown, doubt, squares.nan_to_num(0.0, posinf=0.0)])
+    votes = torch.cat([has, lacks, grown, doubt, squares.nan_to_num(0.0, posinf=0.0)])
     for axis in agree:
         all_reduce_max(votes, axis)
     answer = votes.tolist()
     if answer[-4]:
         raise unfrozen_error(unfrozen)
     _refuse_torn([gradient.name for gradient in gradients], answer)
-    missing = tuple(gradient.value is None for gradient in gradients)
+    missing = tuple(gradient.is_missing for gradient in gradients)
     if not answer[-3]:
         return GradientCheck(missing, (), GradNorms.from_squares(*answer[-2:]))
     return _look_closer(missing, present, agree, axes, device)

@@ -53,6 +53,8 @@ class HpMuonOptimizer(torch.optim.Optimizer):
         ConfigError: If an option is wrong.
     """
 
+    _not_owned: frozenset[torch.nn.Parameter] = frozenset()  # other ranks have their gradients
+
     def __init__(
         self,
         groups: Sequence[dict[str, Any]],
@@ -76,7 +78,8 @@ class HpMuonOptimizer(torch.optim.Optimizer):
         super().__init__([self._complete(dict(group)) for group in groups], defaults={"algorithm": "muon"})
         device = next((p.device for group in self.param_groups for p in group["params"]), torch.device("cpu"))
         self._workspace = Workspace(device)
-        self._executor = self._make_executor([self.specs[p] for p in self._planned()])
+        self._in_plan = self._planned()  # whatever becomes of groups later
+        self._executor = self._make_executor([self.specs[p] for p in self._in_plan])
         warn_of_blockwise(config, self.specs.values())
 
     def _make_executor(self, specs: Sequence[ParamSpec]) -> Executor:
@@ -134,9 +137,9 @@ class HpMuonOptimizer(torch.optim.Optimizer):
             GradientError: As :meth:`step` does.
         """
         gradients = [
-            Gradient(spec.name, self._local(p.grad), Algorithm(group["algorithm"]), self._summed_over(p))
-            for group in self.param_groups
-            for p, spec in ((p, self.specs[p]) for p in group["params"])
+            Gradient(self.specs[p].name, self._local(p.grad), algorithm, self._summed_over(p), p not in self._not_owned)
+            for algorithm, params in ((Algorithm(group["algorithm"]), group["params"]) for group in self.param_groups)
+            for p in params
         ]
         check = check_gradients(gradients, agree=self._agree, axes=self._axes, unfrozen=self.unfrozen())
         names = [gradient.name for gradient in gradients]
@@ -173,7 +176,7 @@ class HpMuonOptimizer(torch.optim.Optimizer):
 
     def _orthogonalize(self, steps: Mapping[torch.nn.Parameter, ParamStep | None]) -> None:
         """Update Muon's weights, their momenta being up to date."""
-        self._executor.run([steps[p] for p in self._planned()])
+        self._executor.run([steps.get(p) for p in self._in_plan])
 
     def _clip(self, norms: GradNorms) -> None:
         grads = [

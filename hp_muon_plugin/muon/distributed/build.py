@@ -11,13 +11,15 @@ from hp_muon_plugin.errors import ConfigError
 from hp_muon_plugin.layout.cuts import Cuts
 from hp_muon_plugin.layout.spec import ParamSpec
 from hp_muon_plugin.muon.distributed.balance import divide
-from hp_muon_plugin.muon.distributed.cost import rates_of
+from hp_muon_plugin.muon.distributed.cost import Rates, rates_of
 from hp_muon_plugin.muon.distributed.items import ShardedParam
 from hp_muon_plugin.muon.distributed.optimizer import ShardedMuonOptimizer, Share
+from hp_muon_plugin.muon.distributed.planner import BATCH_BYTES
 from hp_muon_plugin.muon.distributed.replicas import is_worth_sending, item_flops
-from hp_muon_plugin.muon.distributed.shards import ShardOf, local_part
+from hp_muon_plugin.muon.distributed.shards import ShardOf, axes_of, local_part
 from hp_muon_plugin.muon.routing import Algorithm
 from hp_muon_plugin.platform.collectives import AxisGroup
+from hp_muon_plugin.platform.protocol import Wire
 
 
 def sharded_optimizer(
@@ -25,6 +27,10 @@ def sharded_optimizer(
     groups: Sequence[dict[str, Any]],
     specs: Mapping[torch.nn.Parameter, ParamSpec],
     config: HpMuon,
+    *,
+    wire: Wire | None = None,
+    rates: Rates | None = None,
+    max_batch_bytes: int = BATCH_BYTES,
 ) -> ShardedMuonOptimizer:
     """Muon over the shards of a model, AdamW over those that Muon does not take.
 
@@ -33,6 +39,9 @@ def sharded_optimizer(
         groups: Groups of its shards.
         specs: Specs of the whole parameters.
         config: Options.
+        wire: Collectives; None takes torch.distributed.
+        rates: By which ``strategy=auto`` chooses; None takes the device's default.
+        max_batch_bytes: See :func:`~hp_muon_plugin.muon.distributed.planner.share_plan`.
 
     Returns:
         The optimizer.
@@ -46,9 +55,19 @@ def sharded_optimizer(
     divided = {shard.axis for shard in shards if not shard.is_owned}
     shares = [_share(held, specs, config, device.type, is_divided=axis in divided) for axis, held in by_axis.items()]
     axes, summed = _norm_axes(shards)
-    agree = list(dict.fromkeys(shard.axis for shard in shards))
     return ShardedMuonOptimizer(
-        groups, specs, config, shares=shares, device=device, axes=axes, summed=summed, agree=agree
+        groups,
+        specs,
+        config,
+        shares=shares,
+        device=device,
+        axes=axes,
+        summed=summed,
+        agree=axes_of(shards),
+        not_owned=frozenset(shard.param for shard in shards if not shard.is_owned),
+        wire=wire,
+        rates=rates,
+        max_batch_bytes=max_batch_bytes,
     )
 
 

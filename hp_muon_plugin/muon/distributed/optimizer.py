@@ -13,7 +13,7 @@ from hp_muon_plugin.muon.distributed.cost import Rates
 from hp_muon_plugin.muon.distributed.executor import ShareExecutor
 from hp_muon_plugin.muon.distributed.items import ShardedParam
 from hp_muon_plugin.muon.distributed.plan import SharePlan
-from hp_muon_plugin.muon.distributed.planner import share_plan
+from hp_muon_plugin.muon.distributed.planner import BATCH_BYTES, share_plan
 from hp_muon_plugin.muon.distributed.replicas import ReplicaExecutor, WeightBroadcast
 from hp_muon_plugin.muon.distributed.shards import local_part
 from hp_muon_plugin.muon.executor import ParamStep
@@ -58,10 +58,12 @@ class ShardedMuonOptimizer(HpMuonOptimizer):
         axes: Tensor-parallel axes by name that the specs' splits refer to.
         summed: Name of the axis over which parts of a gradient are summed for norms, by shard. None: norms are the
             caller's business.
-        agree: As of :class:`HpMuonOptimizer`.
+        agree: As of :class:`HpMuonOptimizer`; where ranks update other parameters, these are ``not_owned``.
+        not_owned: Parameters that another replica updates. They have no gradient, no state and no part here.
         device: Where shards lie.
         wire: Collectives; None takes torch.distributed.
         rates: By which ``strategy=auto`` chooses; None takes those of ``config``.
+        max_batch_bytes: See :func:`~hp_muon_plugin.muon.distributed.planner.share_plan`.
 
     Raises:
         ConfigError: If an option is wrong, or ranks of an axis have different plans.
@@ -78,19 +80,30 @@ class ShardedMuonOptimizer(HpMuonOptimizer):
         axes: Mapping[str, AxisGroup] | None = None,
         summed: Mapping[torch.nn.Parameter, str] | None = None,
         agree: Sequence[AxisGroup] = (),
+        not_owned: frozenset[torch.nn.Parameter] = frozenset(),
         wire: Wire | None = None,
         rates: Rates | None = None,
+        max_batch_bytes: int = BATCH_BYTES,
     ) -> None:
         self._shared = {main for share in shares for main in share.mains if main is not None}
         self._shared |= {param for share in shares for param, _ in share.sent}
         self._summed = dict(summed or {})
+        self._not_owned = not_owned
         super().__init__(groups, specs, config, axes=axes, agree=agree)
         if self._workspace.device.type != device.type:
             self._workspace = Workspace(device)  # this rank has no shard, and exchanges all the same
         options: dict[str, Any] = {"wire": wire or C10dWire(), "config": config, "workspace": self._workspace}
         sharded = [share for share in shares if not share.is_replicated]
         plans = [
-            share_plan(s.params, config, axis=s.axis.axis, size=s.axis.size, device=device.type, rates=rates)
+            share_plan(
+                s.params,
+                config,
+                axis=s.axis.axis,
+                size=s.axis.size,
+                device=device.type,
+                rates=rates,
+                max_batch_bytes=max_batch_bytes,
+            )
             for s in sharded
         ]
         check_plans([(share.axis, plan) for share, plan in zip(sharded, plans, strict=True)])
@@ -125,7 +138,8 @@ class ShardedMuonOptimizer(HpMuonOptimizer):
         return super().num_orthogonalized + sum(executor.num_orthogonalized for _, executor in self._shares)
 
     def _planned(self) -> list[torch.nn.Parameter]:
-        return [param for param in self._muon_params() if param not in self._shared and local_part(param).numel()]
+        elsewhere = self._shared | self._not_owned
+        return [param for param in self._muon_params() if param not in elsewhere and local_part(param).numel()]
 
     def _orthogonalize(self, steps: Mapping[torch.nn.Parameter, ParamStep | None]) -> None:
         super()._orthogonalize(steps)

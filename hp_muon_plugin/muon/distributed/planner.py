@@ -19,7 +19,7 @@ from hp_muon_plugin.muon.distributed.cost import Kind, Price, Rates, kind_of, pr
 from hp_muon_plugin.muon.distributed.items import Item, ShardedParam, items_of
 from hp_muon_plugin.muon.distributed.plan import Batch, Choice, Route, SharePlan
 
-_BATCH_BYTES = 64 << 20
+BATCH_BYTES = 64 << 20
 
 # What takes the place of a strategy for items for which it is not possible, in order of preference.
 _ROUTES: dict[Strategy, tuple[Route, ...]] = {
@@ -39,7 +39,7 @@ def share_plan(
     device: str = "cpu",
     table: Sequence[Rule] | None = None,
     rates: Rates | None = None,
-    max_batch_bytes: int = _BATCH_BYTES,
+    max_batch_bytes: int = BATCH_BYTES,
 ) -> SharePlan:
     """Plan a step over one shard axis.
 

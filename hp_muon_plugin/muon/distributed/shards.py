@@ -89,6 +89,18 @@ def _of_dtensor(name: str, param: torch.nn.Parameter, axes: dict[object, AxisGro
     return ShardOf(param, tuple(param.shape), cuts, axis, replicas, is_owned=True)
 
 
+def axes_of(shards: Sequence[ShardOf]) -> list[AxisGroup]:
+    """Axes that together reach all ranks of a model.
+
+    Args:
+        shards: Its shards.
+
+    Returns:
+        Each axis once, those of shards before those of replicas.
+    """
+    return list(dict.fromkeys([*(shard.axis for shard in shards), *(shard.replicas for shard in shards)]))
+
+
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor, plain.
 

@@ -128,8 +128,8 @@ class WholeBatch:
         """Assemble this rank's items and compute their scaled polar factors."""
         total = sum(item.numel for _, item in self._mine)
         wholes, updates = self._take("whole", total, torch.float32), self._take("update", total, torch.float32)
-        if any(item.spec.split is not None for _, item in self._mine):
-            updates.zero_()  # gathered parts are added to what is there
+        if self._executor.is_fused_by_lists or any(item.spec.split is not None for _, item in self._mine):
+            updates.zero_()  # what is there is multiplied by 0, and might be NaN
         received = self._arrived()
         place, found, steps = 0, {}, []
         for index, item in self._mine:
