@@ -159,16 +159,18 @@ class Price:
     flops: float
     messages: int
 
-    def seconds(self, rates: Rates) -> float:
+    def seconds(self, rates: Rates, *, with_messages: bool = True) -> float:
         """Time without overlap.
 
         Args:
             rates: Of a rank.
+            with_messages: Whether messages count, which items of several kinds may share.
 
         Returns:
             Seconds.
         """
-        return self.bytes_received / rates.bytes_received + self.flops / rates.flops + self.messages * rates.message_s
+        messages = self.messages * rates.message_s if with_messages else 0.0
+        return self.bytes_received / rates.bytes_received + self.flops / rates.flops + messages
 
 
 def prices(items: Sequence[Item], size: int, kind: Kind, *, itemsize: int, can_factor: bool) -> dict[str, Price]:

@@ -6,6 +6,7 @@ grows with the parameters and with the number of pieces that ranks cut them into
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 
 from hp_muon_plugin.config.choices import FloatDtype, Strategy
@@ -105,6 +106,43 @@ def _check_peers(plan: SharePlan, max_peers: int) -> None:
         )
 
 
+def cheapest_together(
+    priced: Sequence[Mapping[str, Price]], rates: Rates, *, forbidden: Sequence[Route] = ()
+) -> list[Route]:
+    """The routes of several kinds of items that cost least together.
+
+    Items of one route share its messages, whatever their kinds. So each set of routes is priced: every kind takes
+    the route of the set that moves and computes least, and the messages of each route that is taken count once.
+
+    Args:
+        priced: Price of each route that is possible, for each kind.
+        rates: Of a rank.
+        forbidden: Routes that are not to be taken.
+
+    Returns:
+        One route for each kind.
+    """
+    best: tuple[float, list[Route]] | None = None
+    possible = [route for route in Route if route not in forbidden]
+    for count in range(1, len(possible) + 1):
+        for allowed in combinations(possible, count):
+            routes = []
+            for each in priced:
+                among = [route for route in allowed if route in each]
+                if not among:
+                    break
+                routes.append(min(among, key=lambda route: (each[route].seconds(rates, with_messages=False), route)))
+            if len(routes) < len(priced):
+                continue
+            pairs = list(zip(routes, priced, strict=True))
+            seconds = sum(each[route].seconds(rates, with_messages=False) for route, each in pairs)
+            messages = sum(max(each[r].messages for r, each in pairs if r is route) for route in dict.fromkeys(routes))
+            seconds += messages * rates.message_s
+            if best is None or seconds < best[0]:
+                best = (seconds, routes)
+    return best[1] if best else []
+
+
 class _Planner:
     """Routes, owners and batches of the items that are cut."""
 
@@ -123,29 +161,28 @@ class _Planner:
         for index in self._cut:
             item = self._items[index]
             classes.setdefault((item.spec.view, item.spec.split, item.is_cut_between_rows), []).append(index)
-        return [self._choice(tuple(members)) for members in classes.values()]
-
-    def _choice(self, members: tuple[int, ...]) -> Choice:
-        index = members[0]
-        priced = prices(
-            [self._items[member] for member in members],
-            self._size,
-            self._kinds[index],
-            itemsize=self._itemsize,
-            can_factor=self._is_float32,
-        )
-        return Choice(members, self._route(priced), tuple(priced.items()))
+        members = [tuple(found) for found in classes.values()]
+        priced = [
+            prices(
+                [self._items[index] for index in found],
+                self._size,
+                self._kinds[found[0]],
+                itemsize=self._itemsize,
+                can_factor=self._is_float32,
+            )
+            for found in members
+        ]
+        if self._config.strategy is Strategy.auto:
+            routes = cheapest_together(priced, self.rates, forbidden=(Route.OWNER,) if self._has_few_peers else ())
+        else:
+            routes = [self._route(each) for each in priced]
+        return [Choice(*told[:2], tuple(told[2].items())) for told in zip(members, routes, priced, strict=True)]
 
     def _route(self, priced: Mapping[str, Price]) -> Route:
-        if self._config.strategy is Strategy.auto:
-            allowed = [Route(name) for name in priced]
-            if self._has_few_peers:
-                allowed.remove(Route.OWNER)
-        else:
-            allowed = [route for route in _ROUTES[self._config.strategy] if route in priced]
-            if not allowed:
-                allowed = [route for route in (Route.OWNER, Route.UPDATES) if not self._has_few_peers or route.gathers]
-                allowed = allowed[:1]
+        allowed = [route for route in _ROUTES[self._config.strategy] if route in priced]
+        if not allowed:
+            allowed = [route for route in (Route.OWNER, Route.UPDATES) if not self._has_few_peers or route.gathers]
+            allowed = allowed[:1]
         return min(allowed, key=lambda route: (priced[route].seconds(self.rates), list(Route).index(route)))
 
     def owners(self, routes: dict[int, Route]) -> tuple[dict[int, int], list[float]]:
