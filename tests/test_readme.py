@@ -19,6 +19,7 @@ PROGRAMS = {
 SHORTER = ["run.steps=1", "run.eval_batches=1", "lr_schedule.warmup_steps=0"]
 SMALLER = {
     "newton-schulz": ["--only", "16x64", "--threads", "1", "--seconds", "0.1"],
+    "optimizer": ["--only", "4x16x64", "--ranks", "2", "--peers", "none", "--strategies", "auto", "--seconds", "1"],
     "fsdp": ["--only", "16x2", "--ranks", "2", "--tokens", "8", "--seconds", "0.1"],
 }
 EXAMPLE_DATA = "/prefix/of/bin-and-idx"
@@ -54,7 +55,8 @@ def test_a_command_runs_as_it_stands(line: str, tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=220, check=False)
     assert done.returncode == 0, done.stderr
     if "bench" in arguments:
-        wanted = ["ratio"] if "fsdp" in arguments else ["standard float32", "gram float32"]
+        wanted = {"fsdp": ["ratio"], "optimizer": ["auto (hp)"]}
+        wanted = wanted.get(arguments[1], ["standard float32", "gram float32"])
         assert any(text in done.stdout for text in wanted)
         assert list(tmp_path.rglob("*.json"))
     elif not trains:

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from hp_muon_plugin.config.choices import Strategy
 from hp_muon_plugin.muon import build_optimizer
-from hp_muon_plugin.muon.distributed import plan as planning
+from hp_muon_plugin.muon.distributed import planner as planning
 from hp_muon_plugin.muon.distributed.plan import Route
 from hp_muon_plugin.muon.distributed.whole import WholeBatch
 from hp_muon_plugin.train.setup import Launch

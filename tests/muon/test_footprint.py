@@ -12,7 +12,8 @@ from hp_muon_plugin.muon.distributed.messages import traffic
 from hp_muon_plugin.platform.counting import CountingWire
 from hp_muon_plugin.platform.wire import C10dWire
 from hp_muon_plugin.train.setup import Launch
-from muon.test_distributed_muon import SHAPES, STRATEGIES, _filled, give_grads, sharded
+from muon.sharded_weights import SHAPES, filled, give_grads, sharded
+from muon.test_distributed_muon import STRATEGIES
 
 # Long runs of several shapes, so that batches share buffers and chunks are cut.
 MORE = SHAPES | {f"wide{i}": (128, 320) for i in range(5)} | {f"tall{i}": (256, 96) for i in range(3)}
@@ -28,7 +29,7 @@ def _traffic(launch: Launch, layout: str) -> bool:
         module.C10dWire = lambda wire=wire: wire
         model = sharded(MORE, layout, mesh)
         optimizer = build_optimizer(model, strategy=strategy, clip_grad=0.0)
-        give_grads(model, _filled(1, MORE))
+        give_grads(model, filled(1, MORE))
         optimizer.step()
         counted: dict[str, tuple[int, int]] = {}
         for (kind, _), told in wire.counts().items():
@@ -53,7 +54,7 @@ def _sizes(launch: Launch, layout: str, dtype: FloatDtype) -> list[tuple[str, in
         model = sharded(MORE, layout, mesh)
         optimizer = build_optimizer(model, strategy=strategy, comm_dtype=dtype)
         for step in range(2):
-            give_grads(model, _filled(step + 1, MORE))
+            give_grads(model, filled(step + 1, MORE))
             optimizer.step()
         footprint = Footprint(optimizer.config, "cpu", num_threads=torch.get_num_threads())
         for plan in optimizer.share_plans:

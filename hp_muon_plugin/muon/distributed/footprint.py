@@ -119,6 +119,7 @@ class Footprint:
                 self.take(f"share_slab{slot}", rows * ((rank + 1) * cols // size - rank * cols // size))
             elif route is Route.FACTORS and owner == rank:
                 self.take(f"share_whole{slot}", item.numel)
+                self.take(f"share_largest{slot}", 1)
             if rows < cols or messages.num_runs > 1:
                 self.take(f"share_product{slot}", item.held(rank))
         for short, count in counts.items():
