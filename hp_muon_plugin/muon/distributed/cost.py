@@ -15,11 +15,11 @@ gram              ``2 k 4 m^2 (W-1)/W``            ``up(k/W) G + 2 k A / W``
 gram, gathered    ``k (B + 2 * 4 m^2) (W-1)/W``    ``up(k/W) G + 2 k A / W``
 ================  ===============================  ============================================
 
-Without overlap, and messages on top. Messages of one length are as long as the longest: where a rank holds h
-bytes of the matrices, more than others, ``k B`` of a gather of parts is ``h W``, and half of ``alltoall`` is
-``h``; where ``k`` is no multiple of W, ``k 4 m^2`` is ``up(k/W) W 4 m^2``. ``gram`` needs ranks that hold rows
-of tall matrices, ``X^T X`` being the sum over their rows; ``gathered`` is for wide ones: each rank forms the Gram
-matrix of a stretch of columns.
+Where items of other kinds fill up the ranks, ``up(k/W)`` is ``k/W``. Without overlap, and messages on top.
+Messages of one length are as long as the longest: where a rank holds h bytes of the matrices, more than others,
+``k B`` of a gather of parts is ``h W``, and half of ``alltoall`` is ``h``; where ``k`` is no multiple of W,
+``k 4 m^2`` is ``up(k/W) W 4 m^2``. ``gram`` needs ranks that hold rows of tall matrices, ``X^T X`` being the sum
+over their rows; ``gathered`` is for wide ones: each rank forms the Gram matrix of a stretch of columns.
 """
 
 import math
@@ -153,11 +153,13 @@ class Price:
         bytes_received: By the busiest rank.
         flops: Of the busiest rank.
         messages: Peers or collectives.
+        item_flops: Of one item on its owner: what the busiest rank has to do at least.
     """
 
     bytes_received: float
     flops: float
     messages: int
+    item_flops: float = 0.0
 
     def seconds(self, rates: Rates, *, with_messages: bool = True) -> float:
         """Time without overlap.
@@ -173,7 +175,9 @@ class Price:
         return self.bytes_received / rates.bytes_received + self.flops / rates.flops + messages
 
 
-def prices(items: Sequence[Item], size: int, kind: Kind, *, itemsize: int, can_factor: bool) -> dict[str, Price]:
+def prices(
+    items: Sequence[Item], size: int, kind: Kind, *, itemsize: int, can_factor: bool, has_others: bool = False
+) -> dict[str, Price]:
     """Price the strategies that are possible for equal items; formulas: module docstring.
 
     Args:
@@ -182,6 +186,7 @@ def prices(items: Sequence[Item], size: int, kind: Kind, *, itemsize: int, can_f
         kind: The cost of each.
         itemsize: Bytes of an exchanged number.
         can_factor: Whether factors may be exchanged.
+        has_others: Whether items of other kinds fill up ranks, so that each owns ``k / W`` of these, not rounded up.
 
     Returns:
         Price by name: those of ``Strategy``, with ``+factor`` or ``+gathered`` for the variants.
@@ -191,7 +196,7 @@ def prices(items: Sequence[Item], size: int, kind: Kind, *, itemsize: int, can_f
     for cuts, times in Counter(member.cuts for member in items).items():  # most are cut alike, one in each layer
         for rank, start, stop in cuts.pieces():
             held[rank] += times * (stop - start)
-    longest, owned = max(held.values()), math.ceil(count / size)
+    longest, owned = max(held.values()), count / size if has_others else math.ceil(count / size)
     gathered, whole = longest * itemsize * (size - 1), count * item.numel * itemsize * others
     small = owned * kind.small * 4 * (size - 1)
     busiest = next(rank for rank in held if held[rank] == longest)
@@ -199,18 +204,22 @@ def prices(items: Sequence[Item], size: int, kind: Kind, *, itemsize: int, can_f
     peers = min(size - 1, max(len(held), min(count, size)))
     found = {
         "allgather": Price(gathered, everywhere * kind.flops, 1),
-        "allgather_dedup": Price(gathered + whole, owned * kind.flops, 2),
-        "alltoall": Price((owned * item.numel + longest) * itemsize * others, owned * kind.flops, 2 * peers),
+        "allgather_dedup": Price(gathered + whole, owned * kind.flops, 2, kind.flops),
+        "alltoall": Price(
+            (owned * item.numel + longest) * itemsize * others, owned * kind.flops, 2 * peers, kind.flops
+        ),
     }
     if can_factor and item.is_cut_between_rows:
         iterated, applied = owned * kind.gram_flops, kind.apply_flops * longest / item.numel
         rows, cols = item.matrix or (0, 0)
         if kind.runs == 1:
             factored = owned * kind.apply_flops + iterated + applied
-            found["allgather_dedup+factor"] = Price(gathered + small, factored, 2)
+            at_least = kind.apply_flops + kind.gram_flops
+            found["allgather_dedup+factor"] = Price(gathered + small, factored, 2, at_least)
         if kind.runs == 1 and rows < cols:
             formed = count * kind.apply_flops / size
-            found["gram+gathered"] = Price(gathered + 2 * small, iterated + formed + applied, 4)
+            found["gram+gathered"] = Price(gathered + 2 * small, iterated + formed + applied, 4, kind.gram_flops)
         if rows >= cols:
-            found["gram"] = Price(2 * small * kind.runs, iterated + 2 * applied * kind.runs, 3 * kind.runs)
+            computed = iterated + 2 * applied * kind.runs
+            found["gram"] = Price(2 * small * kind.runs, computed, 3 * kind.runs, kind.gram_flops)
     return found

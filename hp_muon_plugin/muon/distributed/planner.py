@@ -111,8 +111,9 @@ def cheapest_together(
 ) -> list[Route]:
     """The routes of several kinds of items that cost least together.
 
-    Items of one route share its messages, whatever their kinds. So each set of routes is priced: every kind takes
-    the route of the set that moves and computes least, and the messages of each route that is taken count once.
+    Items of one route share its messages, whatever their kinds, and ranks that own none of one kind own others. So
+    each set of routes is priced: every kind takes the route of the set that moves and computes least, the messages
+    of each route that is taken count once, and no rank computes less than the largest item.
 
     Args:
         priced: Price of each route that is possible, for each kind.
@@ -134,10 +135,13 @@ def cheapest_together(
                 routes.append(min(among, key=lambda route: (each[route].seconds(rates, with_messages=False), route)))
             if len(routes) < len(priced):
                 continue
-            pairs = list(zip(routes, priced, strict=True))
-            seconds = sum(each[route].seconds(rates, with_messages=False) for route, each in pairs)
-            messages = sum(max(each[r].messages for r, each in pairs if r is route) for route in dict.fromkeys(routes))
-            seconds += messages * rates.message_s
+            taken = [each[route] for route, each in zip(routes, priced, strict=True)]
+            received = sum(price.bytes_received for price in taken)
+            flops = max(sum(price.flops for price in taken), *(price.item_flops for price in taken), 0.0)
+            messages = {route: 0 for route in routes}
+            for route, price in zip(routes, taken, strict=True):
+                messages[route] = max(messages[route], price.messages)
+            seconds = Price(received, flops, sum(messages.values())).seconds(rates)
             if best is None or seconds < best[0]:
                 best = (seconds, routes)
     return best[1] if best else []
@@ -169,6 +173,7 @@ class _Planner:
                 self._kinds[found[0]],
                 itemsize=self._itemsize,
                 can_factor=self._is_float32,
+                has_others=len(members) > 1,
             )
             for found in members
         ]
