@@ -94,7 +94,7 @@ def race(case: Case, entrants: dict[str, Entrant], main: Lane, folder: Path, *, 
     """
     result, reference = Result(case), Reference(case)
     for lane in _lanes(entrants):
-        lane.ask({"do": "case", "case": case.text})
+        _begin(lane, case)
     for name, entrant in entrants.items():
         try:
             entrant.lane.ask({"do": "build", "name": name})
@@ -126,6 +126,14 @@ def _judged(name: str, entrant: Entrant, reference: Reference, folder: Path) -> 
     for path in paths:
         path.unlink()
     return reference.judge(entrant.convention, ranks)
+
+
+def _begin(lane: Lane, case: Case) -> None:
+    """Tell a lane its next case; one whose ranks ended since the last case is started again."""
+    try:
+        lane.ask({"do": "case", "case": case.text})
+    except LaneError:
+        _revive(lane, case, [])
 
 
 def _revive(lane: Lane, case: Case, names: list[str]) -> None:

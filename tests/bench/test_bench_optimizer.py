@@ -203,6 +203,23 @@ def test_a_contender_that_breaks_its_lane_is_reported_and_the_others_go_on(tmp_p
         assert len(result.found[REPLICATED_NAME].rounds) == 5
 
 
+def test_a_lane_that_ended_between_two_cases_is_started_again(tmp_path: Path) -> None:
+    """It ended the whole bench, and what was found before was lost."""
+    with Stop() as stop:
+        lane = Lane(sys.executable, Job(1, 1, 60.0, stop), tmp_path / "lane")
+        lane.start()
+        try:
+            for process in lane._processes:
+                process.kill()
+                process.wait()
+            result = race(
+                parse_case("4x6", "x"), {REPLICATED_NAME: Entrant(lane, CONVENTION)}, lane, tmp_path, seconds=0.0
+            )
+        finally:
+            lane.stop()
+        assert result.found[REPLICATED_NAME].verdict.is_right
+
+
 def test_a_lane_that_cannot_start_says_why(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho no torch here >&2\nexit 3\n", encoding="ascii")
