@@ -29,8 +29,9 @@ from hp_muon_plugin.muon.workspace import Workspace
 from hp_muon_plugin.platform.collectives import AxisGroup
 from hp_muon_plugin.platform.protocol import Handle, Wire
 from hp_muon_plugin.platform.spans import NEWTON_SCHULZ, span
+from hp_muon_plugin.platform.wire import wait_for
 
-_WHAT = "exchange of Gram matrices and factors"
+_WHAT = "exchange of Gram matrices and factors over {}"
 
 
 class FactoredBatch:
@@ -77,30 +78,20 @@ class FactoredBatch:
         self._slot = slot
         handles = self._send_parts(parts)
         yield
-        self._wait(handles)
+        wait_for(handles, _WHAT, self._axis.axis)
         self._bring_in_range()
         for number, run in enumerate(self._engine.runs):
             with span(NEWTON_SCHULZ), ieee_float32(self._settings):
                 self._form_grams()
-            self._wait(self._send_grams())
+            wait_for(self._send_grams(), _WHAT, self._axis.axis)
             own, handles = self._send_factors(run, is_first=number == 0)
             yield
-            self._wait(handles)
+            wait_for(handles, _WHAT, self._axis.axis)
             with span(NEWTON_SCHULZ), ieee_float32(self._settings):
                 self._apply(parts, own, is_last=number == len(self._engine.runs) - 1)
 
     def _take(self, name: str, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return self._workspace.take(f"share_{name}{self._slot}", (numel,), dtype)
-
-    def _wait(self, handles: list[Handle]) -> None:
-        try:
-            for handle in handles:
-                handle.wait()
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"{_WHAT} over {self._axis.axis} failed: another rank ended, or waits for something else\n"
-                f"  fix: look at the first message of the other ranks ({error})"
-            ) from error
 
     def _send_parts(self, parts: Parts) -> list[Handle]:
         rank, places = self._axis.index, self._messages.gathered[1]

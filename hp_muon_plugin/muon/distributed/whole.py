@@ -14,8 +14,9 @@ from hp_muon_plugin.muon.plan import build_plan
 from hp_muon_plugin.muon.workspace import Workspace
 from hp_muon_plugin.platform.collectives import AxisGroup
 from hp_muon_plugin.platform.protocol import Handle, Wire
+from hp_muon_plugin.platform.wire import wait_for
 
-_WHAT = "exchange of momenta and updates"
+_WHAT = "exchange of momenta and updates over {}"
 
 
 class WholeBatch:
@@ -77,25 +78,15 @@ class WholeBatch:
         self._slot = slot
         arrived = self._send_parts(parts)
         yield
-        self._wait(arrived)
+        wait_for(arrived, _WHAT, self._axis.axis)
         updates = self._orthogonalize(parts)
         returned = self._send_updates(updates)
         yield
-        self._wait(returned)
+        wait_for(returned, _WHAT, self._axis.axis)
         self._apply(parts, updates)
 
     def _take(self, name: str, numel: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         return self._workspace.take(f"share_{name}{self._slot}", (numel,), dtype or self._dtype)
-
-    def _wait(self, handles: list[Handle]) -> None:
-        try:
-            for handle in handles:
-                handle.wait()
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"{_WHAT} over {self._axis.axis} failed: another rank ended, or waits for something else\n"
-                f"  fix: look at the first message of the other ranks ({error})"
-            ) from error
 
     def _send_parts(self, parts: Parts) -> list[Handle]:
         messages, axis = self._messages, self._axis
