@@ -23,13 +23,14 @@ def optimizer_errors(config: HpMuon | AdamW) -> Iterator[ConfigError]:
         yield from _adamw_lr_errors(config)
         yield from _schedule_errors(config)
         yield from _tp_mode_errors(config)
-        if config.comm_dtype is FloatDtype.float16:
-            yield ConfigError(
-                "optimizer.comm_dtype",
-                "float16",
-                "momenta below 6e-8 vanish in it and those above 65504 become infinite",
-                "set optimizer.comm_dtype=bfloat16",
-            )
+        for option in ("comm_dtype", "momentum_dtype"):
+            if getattr(config, option) is FloatDtype.float16:
+                yield ConfigError(
+                    f"optimizer.{option}",
+                    "float16",
+                    "momenta below 6e-8 vanish in it and those above 65504 become infinite",
+                    f"set optimizer.{option}=bfloat16",
+                )
     else:
         given = type(config).__name__
         yield ConfigError("optimizer", given, "is not an optimizer of ours", "optimizer=hp_muon or optimizer=adamw")

@@ -182,9 +182,10 @@ def test_float32_gradients_of_bfloat16_weights(layout: str) -> None:
     assert run_ranks(2, _run_wide_gradients, layout) == [True] * 2
 
 
-def test_float16_messages_are_refused() -> None:
+@pytest.mark.parametrize("option", ["comm_dtype", "momentum_dtype"])
+def test_float16_messages_and_momenta_are_refused(option: str) -> None:
     """Momenta of usual gradients vanish in float16: 1e-8 is 0 there."""
     assert torch.tensor(1e-8).half() == 0
     assert math.isinf(float(torch.tensor(1e5).half()))
-    with pytest.raises(ConfigError, match=r"optimizer.comm_dtype=float16: .* vanish .*\n  fix: .*bfloat16"):
-        build_optimizer(model_of_weights(SHAPES), comm_dtype="float16")
+    with pytest.raises(ConfigError, match=rf"optimizer.{option}=float16: .* vanish .*\n  fix: .*bfloat16"):
+        build_optimizer(model_of_weights(SHAPES), **{option: "float16"})
