@@ -5,10 +5,21 @@ import torch
 from dist_pool import joined, run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
+from hp_muon_plugin.fsdp import hp_fully_shard
 from hp_muon_plugin.muon import build_optimizer
 from hp_muon_plugin.muon.distributed.optimizer import ShardedMuonOptimizer
+from hp_muon_plugin.muon.distributed.shards import shards_of
 from hp_muon_plugin.train.setup import Launch
-from muon.sharded_weights import SHAPES, assert_close, model_of_weights, sharded, trained
+from muon.sharded_weights import (
+    SHAPES,
+    assert_close,
+    filled,
+    give_grads,
+    model_of_weights,
+    sharded,
+    trained,
+    whole_weights,
+)
 from muon.test_distributed_muon import GRADIENTS, reference
 
 
@@ -52,3 +63,28 @@ def run_hybrid(launch: Launch, layout: str) -> int:
     optimizer = build_optimizer(model, divide_replicas=True, strategy="alltoall")
     assert_close(trained(model, optimizer, GRADIENTS), expected, layout)
     return optimizer.num_orthogonalized
+
+
+def run_only_parameter(launch: Launch) -> int:
+    shapes = {"only": (24, 80)}
+    gradients = [filled(seed, shapes) for seed in (1, 2)]
+    alone = model_of_weights(shapes)
+    expected = trained(alone, build_optimizer(alone), gradients)
+    joined(launch)
+    model = model_of_weights(shapes)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    hp_fully_shard(model, mesh, outer="shard")
+    optimizer = build_optimizer(model, divide_replicas=True, strategy="alltoall")
+    for gradient in gradients:
+        give_grads(model, gradient)
+        for shard in shards_of(model):
+            if not shard.is_owned:
+                shard.param.grad = None
+        optimizer.step()
+    assert_close(whole_weights(model), expected, "shard")
+    return optimizer.num_orthogonalized
+
+
+def test_the_only_parameter_of_a_model_is_updated_by_the_replica_that_owns_it() -> None:
+    """That replica owned all, took replicas for undivided, and would have waited for the others' weights."""
+    assert sum(run_ranks(4, run_only_parameter)) == 2

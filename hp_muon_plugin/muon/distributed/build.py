@@ -1,6 +1,6 @@
 """Building the optimizer of a sharded model in plain PyTorch."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -52,9 +52,9 @@ def sharded_optimizer(
         if shard.param in muon and shard.is_owned:
             by_axis.setdefault(shard.axis, []).append(shard)
     device = next((local_part(shard.param).device for shard in shards), torch.device("cpu"))
-    divided = {shard.axis for shard in shards if not shard.is_owned}
+    divided = _divided_axes(shards)
     shares = [_share(held, specs, config, device.type, is_divided=axis in divided) for axis, held in by_axis.items()]
-    axes, summed = _norm_axes(shards)
+    axes, summed = _norm_axes(shards, divided)
     return ShardedMuonOptimizer(
         groups,
         specs,
@@ -134,7 +134,7 @@ def replicated_optimizer(
 
 
 def _norm_axes(
-    shards: Sequence[ShardOf],
+    shards: Sequence[ShardOf], divided: Set[AxisGroup]
 ) -> tuple[dict[str, AxisGroup], dict[torch.nn.Parameter, str]]:
     """Axes over whose ranks the parts of gradients lie, by name, and the name for each shard.
 
@@ -143,11 +143,9 @@ def _norm_axes(
     """
     axes: dict[str, AxisGroup] = {}
     summed: dict[torch.nn.Parameter, str] = {}
-    is_divided = {shard.axis for shard in shards if not shard.is_owned}
-    is_divided |= _divided_elsewhere(shards)
     names: dict[tuple[AxisGroup, AxisGroup | None], str] = {}
     for shard in shards:
-        replicas = shard.replicas if shard.axis in is_divided else None
+        replicas = shard.replicas if shard.axis in divided else None
         key = (shard.axis, replicas)
         if key not in names:
             name = shard.axis.axis if shard.axis.axis not in axes else f"{shard.axis.axis} {len(axes)}"
@@ -157,8 +155,8 @@ def _norm_axes(
     return axes, summed
 
 
-def _divided_elsewhere(shards: Sequence[ShardOf]) -> set[AxisGroup]:
-    """Axes of parameters that another replica updates although this one updates all that it has."""
+def _divided_axes(shards: Sequence[ShardOf]) -> set[AxisGroup]:
+    """Axes whose replicas update different parameters; one that happens to update all learns it from the others."""
     found: set[AxisGroup] = set()
     by_pair: dict[tuple[AxisGroup, AxisGroup], bool] = {}
     for shard in shards:
