@@ -38,17 +38,26 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     """
     parser = commands.add_parser("fsdp", help="sharded data parallelism against torch's fully_shard")
     parser.add_argument("--only", metavar="CASE", action="append", help="dense, or width x layers as 512x6; may repeat")
-    parser.add_argument("--ranks", type=int, default=4, help="ranks (default 4)")
-    parser.add_argument("--replicas", type=int, default=1, help="size of the replicate axis: HSDP (default 1)")
     parser.add_argument("--tokens", type=int, default=128, help="tokens of each rank and step (default 128)")
     parser.add_argument("--optimizer", choices=("adamw", "none"), default="adamw", help="default adamw")
     parser.add_argument("--seconds", type=float, default=15.0, help="about how long one case is timed (default 15)")
     parser.add_argument("--no-memory", action="store_true", help="skip the processes that measure memory")
+    add_rank_options(parser)
+    parser.set_defaults(run=run)
+
+
+def add_rank_options(parser: argparse.ArgumentParser) -> None:
+    """Add what every bench with ranks takes: how many, where, and the folder of its report.
+
+    Args:
+        parser: Of the command.
+    """
+    parser.add_argument("--ranks", type=int, default=4, help="ranks (default 4)")
+    parser.add_argument("--replicas", type=int, default=1, help="size of the replicate axis: HSDP (default 1)")
     parser.add_argument("--supernodes", type=int, metavar="N", help="run on N nodes of the testbed; needs root")
     parser.add_argument("--testbed", type=Path, metavar="PROGRAM", help="what makes the nodes, for --supernodes")
     parser.add_argument("--rate", action="append", help="of the link between nodes, as 200mbit or none; may repeat")
     parser.add_argument("--out", type=Path, default=Path("outputs/bench"), help="folder (default outputs/bench)")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hp_muon_plugin.cli.bench_fsdp import testbeds
+from hp_muon_plugin.cli.bench_fsdp import add_rank_options, testbeds
 from hp_muon_plugin.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -40,8 +40,6 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     """
     parser = commands.add_parser("optimizer", help="a distributed Muon step, of ours and of every peer that runs")
     parser.add_argument("--only", metavar="CASE", action="append", help="505b, dense, or 1dense+1moe16; may repeat")
-    parser.add_argument("--ranks", type=int, default=4, help="ranks (default 4)")
-    parser.add_argument("--replicas", type=int, default=1, help="size of the replicate axis: HSDP (default 1)")
     parser.add_argument(
         "--strategies", metavar="LIST", help="of ours, comma-separated; also replicated (default: all but that)"
     )
@@ -53,10 +51,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         "--install-peers", type=Path, metavar="FOLDER", help="make environments for missing peers, or find them there"
     )
     parser.add_argument("--seconds", type=float, default=60.0, help="about how long one case is timed (default 60)")
-    parser.add_argument("--supernodes", type=int, metavar="N", help="run on N nodes of the testbed; needs root")
-    parser.add_argument("--testbed", type=Path, metavar="PROGRAM", help="what makes the nodes, for --supernodes")
-    parser.add_argument("--rate", action="append", help="of the link between nodes, as 200mbit or none; may repeat")
-    parser.add_argument("--out", type=Path, default=Path("outputs/bench"), help="folder (default outputs/bench)")
+    add_rank_options(parser)
     parser.set_defaults(run=run)
 
 

@@ -101,11 +101,6 @@ class Kind:
     runs: int
 
 
-def gram_algorithm(dtype: FloatDtype | None) -> Algorithm | None:
-    """The Gram form in float32, in which factors are exchanged; None if the iteration is to run in another type."""
-    return Algorithm(Form.gram) if dtype in (None, FloatDtype.float32) else None
-
-
 def kind_of(
     spec: ParamSpec,
     coefficients: Sequence[Coefficients],

@@ -5,7 +5,6 @@ grows with the parameters and with the number of pieces that ranks cut them into
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
@@ -248,16 +247,3 @@ class _Planner:
             if taken:
                 found.append(taken)
         return [Batch(routes[taken[0]], tuple(taken), tuple(owners[index] for index in taken)) for taken in found]
-
-
-def with_strategy(config: HpMuon, strategy: Strategy) -> HpMuon:
-    """The same options with another strategy, for comparisons.
-
-    Args:
-        config: Options.
-        strategy: The other one.
-
-    Returns:
-        A copy.
-    """
-    return replace(config, strategy=strategy)
