@@ -63,6 +63,10 @@ class DivergenceError(RunError):
     """The loss is NaN or infinite, and stays so."""
 
 
+class CheckpointError(RunError):
+    """A checkpoint is damaged, incomplete, of an unknown format, or would be written where it must not be."""
+
+
 class HookError(HpMuonError, RuntimeError):
     """A Megatron hook cannot be installed, or was bypassed."""
 
