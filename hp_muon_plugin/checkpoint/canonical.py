@@ -84,7 +84,7 @@ class RunState:
         iteration: Optimizer steps done.
         consumed_samples: Training samples seen, or None.
         scheduler: State of Megatron's ``OptimizerParamScheduler``; empty if there was none.
-        hyper: Of each canonical parameter name its param-group values (``lr``, ``wd_mult``, ``betas``, ``optimizer``...).
+        hyper: Of each canonical parameter name its param-group values (``lr``, ``wd_mult``, ``betas``...).
         steps: Of each canonical name the optimizer's step count, if its state has one (Adam).
         momentum: Convention of the momentum buffers, or None if there are none or it is unknown.
         vocab_size: True size of the vocabulary, without padding, or None.
