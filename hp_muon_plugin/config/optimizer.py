@@ -31,11 +31,11 @@ class ScalarAdamW:
 
 @dataclass
 class MuonRates:
-    """What a rank does in a second: by these ``strategy=auto`` chooses and plans predict. Null: the device's default.
+    """What a rank does in a second: what ``strategy=auto`` chooses by, and plans predict by. Null: a default."""
 
-    Ranks only exchange what they planned alike, so these are options and not measured by each rank.
-    """
-
+    measure: bool = False
+    """Measure what is null at start, over the ranks and links of each axis, and let all plan by the slowest. Needed
+    where a group crosses a slow link; another start may then choose, and round, otherwise."""
     flops_per_s: float | None = number(None, above=0, example=4e13)
     """Operations of matrix products."""
     bytes_per_s: float | None = number(None, above=0, example=1e11)

@@ -79,6 +79,8 @@ def rates_of(options: MuonRates, device: str) -> Rates:
     source = "optimizer.rates" if all(is_stated) else default.source
     if any(is_stated) and not all(is_stated):
         source = f"optimizer.rates, else {default.source}"
+    if options.measure and not all(is_stated):
+        source += "; a run measures what is not stated"
     return Rates(flops, received, message, source)
 
 

@@ -12,6 +12,7 @@ from hp_muon_plugin.muon.distributed.agreement import check_plans
 from hp_muon_plugin.muon.distributed.cost import Rates
 from hp_muon_plugin.muon.distributed.executor import ShareExecutor
 from hp_muon_plugin.muon.distributed.items import ShardedParam
+from hp_muon_plugin.muon.distributed.measured import measured_rates
 from hp_muon_plugin.muon.distributed.plan import SharePlan
 from hp_muon_plugin.muon.distributed.planner import BATCH_BYTES, share_plan
 from hp_muon_plugin.muon.distributed.replicas import ReplicaExecutor, WeightBroadcast
@@ -62,7 +63,7 @@ class ShardedMuonOptimizer(HpMuonOptimizer):
         not_owned: Parameters that another replica updates. They have no gradient, no state and no part here.
         device: Where shards lie.
         wire: Collectives; None takes torch.distributed.
-        rates: By which ``strategy=auto`` chooses; None takes those of ``config``.
+        rates: By which ``strategy=auto`` chooses; None takes those of ``config``, or measures as it says.
         max_batch_bytes: See :func:`~hp_muon_plugin.muon.distributed.planner.share_plan`.
 
     Raises:
@@ -94,6 +95,10 @@ class ShardedMuonOptimizer(HpMuonOptimizer):
             self._workspace = Workspace(device)  # this rank has no shard, and exchanges all the same
         options: dict[str, Any] = {"wire": wire or C10dWire(), "config": config, "workspace": self._workspace}
         sharded = [share for share in shares if not share.is_replicated]
+        rates_of_axis = dict.fromkeys([share.axis for share in shares], rates)
+        if rates is None and config.rates.measure:
+            found = measured_rates(list(rates_of_axis), config.rates, device=device, wire=options["wire"], agree=agree)
+            rates_of_axis = dict(zip(rates_of_axis, found, strict=True))
         plans = [
             share_plan(
                 s.params,
@@ -101,7 +106,7 @@ class ShardedMuonOptimizer(HpMuonOptimizer):
                 axis=s.axis.axis,
                 size=s.axis.size,
                 device=device.type,
-                rates=rates,
+                rates=rates_of_axis[s.axis],
                 max_batch_bytes=max_batch_bytes,
             )
             for s in sharded
@@ -114,7 +119,9 @@ class ShardedMuonOptimizer(HpMuonOptimizer):
         for share in shares:
             if share.is_replicated:
                 specs_of = [param.spec for param in share.params]
-                replicated = ReplicaExecutor(specs_of, share.axis, dict(axes or {}), rates=rates, **options)
+                replicated = ReplicaExecutor(
+                    specs_of, share.axis, dict(axes or {}), rates=rates_of_axis[share.axis], **options
+                )
                 self._shares.append((share, replicated))
         self._broadcasts = [
             (
