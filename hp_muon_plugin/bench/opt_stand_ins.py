@@ -116,6 +116,22 @@ def dist_with_uneven_lists() -> Any:
     return _Proxy(dist, all_to_all=all_to_all)
 
 
+def torch_with_uneven_gathers() -> Any:
+    """torch whose ``distributed.all_gather`` takes lists of tensors of any sizes, as NCCL does and gloo does not.
+
+    Returns:
+        What a module may take for torch.
+    """
+
+    def all_gather(outputs: list[torch.Tensor], source: torch.Tensor, group: Any = None) -> None:
+        for place, output in enumerate(outputs):  # the library's own exchange, one broadcast for each rank as NCCL's
+            if output.numel():
+                tensor = source if place == dist.get_rank(group) else output
+                dist.broadcast(tensor, dist.get_global_rank(group, place), group=group)
+
+    return _Proxy(torch, distributed=_Proxy(dist, all_gather=all_gather))
+
+
 def torch_with_streams() -> Any:
     """torch, but for a CPU that has streams and events.
 

@@ -172,5 +172,6 @@ def _line(row: "Row") -> str:
     peers = ", ".join(f"{name} {time:.4g} ({row.ratios[name]:.2f}x)" for name, time in row.peers.items())
     bad = [f"{key}: {value}" for key, value in row.notes.items() if key.startswith(("WRONG", "FAILED"))]
     told = "; ".join(text for text in (peers, *bad) if text)
-    head = f"{row.case}: ours {row.ours:.4g} ms {row.clock}, ratio {row.ratio:.2f}, floor {row.floor:.4g}"
+    ratio = "no right peer" if row.right_ratio is None else f"ratio {row.ratio:.2f}"
+    head = f"{row.case}: ours {row.ours:.4g} ms {row.clock}, {ratio}, floor {row.floor:.4g}"
     return f"{head}; {told}" if told else head
