@@ -131,7 +131,8 @@ class Source(Protocol):
             stop: One past the last; None for all that follow. A 0-dim tensor is read whole.
 
         Returns:
-            The rows on the CPU, contiguous, dtype as stored. The caller may keep and change them.
+            The rows on the CPU, contiguous, dtype as stored. The caller may keep them, and must not change them: a hash
+            may be computed from them meanwhile.
 
         Raises:
             CheckpointError: If a file is missing, short or damaged, naming file and tensor.

@@ -1,0 +1,193 @@
+"""Archives of torch.save: where each tensor's bytes lie in the file, and the reverse, without torch.load.
+
+An archive is a zip file without compression: ``data.pkl`` describes, ``data/<n>`` are the storages. It may lie
+anywhere inside a larger file, as in the ``.distcp`` files of torch.distributed.checkpoint.
+"""
+
+import argparse
+import io
+import struct
+import zipfile
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from hp_muon_plugin.checkpoint.files import Files
+from hp_muon_plugin.checkpoint.safe_pickle import Stored, load_values
+from hp_muon_plugin.errors import CheckpointError
+
+MAGIC = b"PK\x03\x04"
+_LOCAL = struct.Struct("<26xHH")  # of a local file header: lengths of name and extra field
+_MAX_DIRECTORY = 2**28
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """A stored tensor and the place of its bytes.
+
+    Attributes:
+        file: Name in the checkpoint folder.
+        start: First byte of its storage.
+        stored: What it is.
+    """
+
+    file: str
+    start: int
+    stored: Stored
+
+
+class _Window(io.RawIOBase):
+    """A part of a file as a file."""
+
+    def __init__(self, files: Files, file: str, start: int, length: int, what: str) -> None:
+        self._files, self._file, self._start, self._length, self._what = files, file, start, length, what
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = max(0, offset + (0, self._at, self._length)[whence])
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(0, self._length - self._at)
+        count = left if size < 0 else min(size, left)
+        if count > _MAX_DIRECTORY:
+            raise zipfile.BadZipFile("a description of more than 256 MiB")
+        found = self._files.read(self._file, self._start + self._at, count, self._what)
+        self._at += count
+        return found
+
+
+class Archive:
+    """An archive inside a file.
+
+    Args:
+        files: Files of the checkpoint.
+        file: Name in its folder.
+        start: First byte of the archive.
+        length: Its bytes; None to the end of the file.
+        what: What it holds, for messages.
+
+    Attributes:
+        value: What was saved; tensors as :class:`Stored`.
+
+    Raises:
+        CheckpointError: If it is damaged, or wants a class that is not on the list.
+    """
+
+    def __init__(self, files: Files, file: str, start: int = 0, length: int | None = None, what: str = "") -> None:
+        self._files, self._file, self._start, self._what = files, file, start, what
+        self._where = f"{files.folder / file}" + (f" ({what})" if what else "")
+        length = files.size(file, what) - start if length is None else length
+        window = _Window(files, file, start, length, what)
+        try:
+            with zipfile.ZipFile(window) as archive:
+                self._entries = {info.filename: info for info in archive.infolist()}
+                pickles = [name for name in self._entries if name.endswith("/data.pkl")]
+                if len(pickles) != 1:
+                    raise zipfile.BadZipFile("no data.pkl")
+                self._prefix = pickles[0].removesuffix("data.pkl")
+                order = self._entries.get(f"{self._prefix}byteorder")
+                if order is not None and archive.read(order) != b"little":
+                    raise zipfile.BadZipFile("written on a big-endian machine")
+                raw = archive.read(pickles[0])
+        except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError, EOFError) as error:
+            raise CheckpointError(
+                f"{self._where} is damaged or no torch.save archive: {error}\n"
+                "  fix: copy the file again from where it was saved"
+            ) from error
+        self.value: Any = load_values(raw, self._where)
+
+    def located(self, stored: Stored) -> Located:
+        """Where the bytes of one of its tensors lie.
+
+        Args:
+            stored: A tensor of :attr:`value`.
+
+        Raises:
+            CheckpointError: If its storage is missing or of another size.
+        """
+        entry = self._entries.get(f"{self._prefix}data/{stored.key}")
+        needed = stored.numel * stored.dtype.itemsize
+        if entry is None or entry.compress_type != zipfile.ZIP_STORED or entry.file_size < needed:
+            raise CheckpointError(f"{self._where} is damaged: storage {stored.key} is missing, short or compressed")
+        header = self._files.read(self._file, self._start + entry.header_offset, 30, self._what)
+        if header[:4] != MAGIC:
+            raise CheckpointError(f"{self._where} is damaged: no header where storage {stored.key} begins")
+        name, extra = _LOCAL.unpack(header)
+        return Located(self._file, self._start + entry.header_offset + 30 + name + extra, stored)
+
+
+def read_whole(files: Files, located: Located, what: str = "") -> torch.Tensor:
+    """A whole tensor, as it was saved.
+
+    Args:
+        files: Files of the checkpoint.
+        located: Which.
+        what: Its name, for messages.
+    """
+    stored = located.stored
+    if 0 in stored.shape:
+        return torch.empty(stored.shape, dtype=stored.dtype)
+    span = 1 + sum((length - 1) * step for length, step in zip(stored.shape, stored.stride, strict=True))
+    flat = torch.empty(span, dtype=stored.dtype)
+    fill(files, located, stored.offset, flat, what)
+    return flat.as_strided(stored.shape, stored.stride).contiguous()
+
+
+def fill(files: Files, located: Located, first: int, flat: torch.Tensor, what: str = "") -> None:
+    """Read consecutive elements of a storage.
+
+    Args:
+        files: Files of the checkpoint.
+        located: The tensor.
+        first: First element, counted in its storage.
+        flat: (n,) contiguous; filled.
+        what: Its name, for messages.
+    """
+    place = located.start + first * flat.dtype.itemsize
+    if flat.numel():
+        files.read_into(located.file, place, raw_bytes(flat), what)
+
+
+def raw_bytes(flat: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor as bytes; no copy."""
+    return memoryview(cast(Any, flat.reshape(-1).view(torch.uint8).numpy()))
+
+
+def load(files: Files, file: str, start: int = 0, length: int | None = None, what: str = "") -> Any:
+    """Value of a small archive with its tensors read into memory. For run state, not for weights.
+
+    Args:
+        files: Files of the checkpoint.
+        file: Name in its folder.
+        start: First byte of the archive.
+        length: Its bytes; None to the end of the file.
+        what: What it holds, for messages.
+
+    Raises:
+        CheckpointError: If it is damaged, or wants a class that is not on the list.
+    """
+    archive = Archive(files, file, start, length, what)
+    return _filled(archive.value, files, archive, what)
+
+
+def _filled(value: Any, files: Files, archive: Archive, what: str) -> Any:
+    if isinstance(value, Stored):
+        return read_whole(files, archive.located(value), what)
+    if isinstance(value, dict):
+        return {key: _filled(item, files, archive, what) for key, item in value.items()}
+    if isinstance(value, argparse.Namespace):
+        return argparse.Namespace(**_filled(vars(value), files, archive, what))
+    if type(value) in (list, tuple):
+        return type(value)(_filled(item, files, archive, what) for item in value)
+    return value
