@@ -1,0 +1,203 @@
+"""Folders of checkpoints and the tracker file that names the latest: every change is one rename.
+
+``SAVE/iter_0000010`` is a checkpoint, ``SAVE/latest_checkpointed_iteration.txt`` holds ``10``, as in Megatron.
+A checkpoint is written to ``SAVE/iter_0000010.partial`` and renamed when it is whole.
+"""
+
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from hp_muon_plugin.checkpoint.manifest import MANIFEST
+from hp_muon_plugin.errors import CheckpointError
+
+TRACKER = "latest_checkpointed_iteration.txt"
+PARTIAL = ".partial"
+OLD = ".old"
+_FOLDER = re.compile(r"iter_(\d{7,})")
+_LEFT_OVER = re.compile(r"iter_\d{7,}(\.partial|\.old)")
+
+
+def folder_of(save: Path, iteration: int) -> Path:
+    """The folder of one checkpoint.
+
+    Args:
+        save: Folder of all checkpoints of a run.
+        iteration: Optimizer steps done.
+
+    Returns:
+        Its path.
+    """
+    return save / f"iter_{iteration:07d}"
+
+
+def iterations(save: Path) -> list[int]:
+    """Checkpoints that are there under their final name, ascending.
+
+    Args:
+        save: Folder of all checkpoints of a run; it need not exist.
+
+    Returns:
+        Their iterations.
+    """
+    if not save.is_dir():
+        return []
+    found = (_FOLDER.fullmatch(path.name) for path in save.iterdir() if path.is_dir())
+    return sorted(int(match[1]) for match in found if match)
+
+
+def newest_first(save: Path) -> list[Path]:
+    """Checkpoints in the order in which they were written, the last one first.
+
+    A run that went back to an earlier step writes smaller iterations after greater ones.
+
+    Args:
+        save: Folder of all checkpoints of a run; it need not exist.
+
+    Returns:
+        Folders; those without a manifest come last.
+    """
+
+    def written(folder: Path) -> tuple[int, str]:
+        try:
+            return (folder / MANIFEST).stat().st_mtime_ns, folder.name
+        except OSError:
+            return 0, folder.name
+
+    return sorted((folder_of(save, iteration) for iteration in iterations(save)), key=written, reverse=True)
+
+
+def read_tracker(save: Path) -> int | None:
+    """What the tracker names.
+
+    Args:
+        save: Folder of all checkpoints of a run.
+
+    Returns:
+        An iteration; None without a tracker.
+
+    Raises:
+        CheckpointError: If it holds something else than a number.
+    """
+    path = save / TRACKER
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace").strip()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error})") from error
+    if not (text.isascii() and text.isdigit()):
+        raise CheckpointError(
+            f"{path}: holds {text!r:.50}, not a number of steps\n  fix: name the folder to resume from"
+        )
+    return int(text)
+
+
+def write_tracker(save: Path, iteration: int) -> None:
+    """Let the tracker name a checkpoint, atomically.
+
+    Args:
+        save: Folder of all checkpoints of a run.
+        iteration: The checkpoint; it is whole.
+    """
+    write_durably(save / TRACKER, str(iteration))
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Write a file that has either its old or its new content, whatever happens, and the new one once this returns.
+
+    Args:
+        path: The file.
+        text: Its content.
+    """
+    partial = path.with_name(path.name + PARTIAL)
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring the names in a folder to the disk.
+
+    Args:
+        folder: The folder.
+    """
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def publish(partial: Path, final: Path) -> None:
+    """Give a whole checkpoint its name; one that is there already goes once the new one stands.
+
+    Args:
+        partial: The folder as written.
+        final: Its name.
+    """
+    sync_folder(partial)
+    old = final.with_name(final.name + OLD)
+    if final.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        final.rename(old)
+    partial.rename(final)
+    sync_folder(final.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def clean(save: Path) -> list[Path]:
+    """Remove what killed saves left. A folder whose replacement never got its name comes back.
+
+    Args:
+        save: Folder of all checkpoints of a run.
+
+    Returns:
+        What was removed.
+    """
+    if not save.is_dir():
+        return []
+    removed = []
+    for path in sorted(save.iterdir()):
+        if path.name == TRACKER + PARTIAL:
+            path.unlink(missing_ok=True)
+        if not _LEFT_OVER.fullmatch(path.name):
+            continue
+        final = path.with_name(path.name.rpartition(".")[0])
+        if path.name.endswith(OLD) and not final.exists():
+            path.rename(final)
+            continue
+        shutil.rmtree(path)
+        removed.append(path)
+    return removed
+
+
+def retain(save: Path, keep: int | None, spared: Iterable[Path] = ()) -> list[Path]:
+    """Remove all but the newest checkpoints.
+
+    Args:
+        save: Folder of all checkpoints of a run.
+        keep: How many stay; None for all.
+        spared: Folders that stay as well.
+
+    Returns:
+        What was removed. Each is renamed first, so that none is ever half there under its name.
+    """
+    if keep is None:
+        return []
+    stay = {path.resolve() for path in spared}
+    removed = []
+    for folder in newest_first(save)[keep:]:
+        if folder.resolve() in stay:
+            continue
+        gone = folder.with_name(folder.name + PARTIAL)
+        shutil.rmtree(gone, ignore_errors=True)
+        folder.rename(gone)
+        shutil.rmtree(gone)
+        removed.append(folder)
+    return removed
