@@ -7,7 +7,7 @@ has, so a tensor larger than memory is written as many.
 import io
 import os
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,16 @@ class DcpWriter:
     Args:
         folder: An empty folder.
         shard_bytes: A file is closed when it holds this much.
+        written: Called with the name of a file and the bytes appended to it.
     """
 
-    def __init__(self, folder: Path, shard_bytes: int = 4 * 2**30) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        shard_bytes: int = 4 * 2**30,
+        written: Callable[[str, bytes | memoryview], None] | None = None,
+    ) -> None:
+        self._written = written
         self._folder = folder
         self._shard_bytes = shard_bytes
         self._file: io.FileIO | None = None
@@ -147,6 +154,8 @@ class DcpWriter:
                 written = self._file.write(view)
                 view = view[written:]
             self._at += len(part)
+            if self._written is not None:
+                self._written(self._name, part)
         return self._name, start, self._at - start
 
     @property

@@ -1,0 +1,180 @@
+"""Our own format: torch DCP files and a manifest. It holds everything that a canonical checkpoint has."""
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from hp_muon_plugin.checkpoint.canonical import Info, Key, RunState, Source, Target
+from hp_muon_plugin.checkpoint.dcp_files import DcpFolder
+from hp_muon_plugin.checkpoint.dcp_write import DcpWriter
+from hp_muon_plugin.checkpoint.folders import write_durably
+from hp_muon_plugin.checkpoint.hashing import PIECE_BYTES, Digest, Room, pieces
+from hp_muon_plugin.checkpoint.manifest import (
+    MANIFEST,
+    FileInfo,
+    Manifest,
+    check_files,
+    hashed,
+    manifest_text,
+    read_manifest,
+    with_tensors,
+    without_tensors,
+)
+from hp_muon_plugin.errors import CheckpointError
+
+
+class HpSource:
+    """An opened checkpoint of ours.
+
+    Args:
+        path: Folder of the iteration.
+
+    Raises:
+        CheckpointError: If it is damaged or not whole.
+    """
+
+    format = "hp"
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._manifest = read_manifest(path)
+        check_files(path, self._manifest)
+        self.folder = DcpFolder(path)
+        problems = self.folder.problems()
+        for name, info in self._manifest.tensors.items():
+            stored = self.folder.tensors.get(name)
+            if stored is None or Info(stored.shape, stored.dtype) != info:
+                problems.append(f"{path}: {name} of the manifest is not in the files, or of another shape or dtype")
+        if problems:
+            raise CheckpointError("\n".join(problems))
+        self._state: RunState | None = None
+
+    def tensors(self) -> Mapping[Key, Info]:
+        """As :class:`Source`."""
+        return self._manifest.parameters()
+
+    def read(self, key: Key, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """As :class:`Source`."""
+        shape = self._manifest.tensors[str(key)].shape
+        if not shape:
+            return self.folder.read(str(key))
+        rest = shape[1:]
+        rows = (shape[0] if stop is None else stop) - start
+        return self.folder.read(str(key), (start, *(0 for _ in rest)), (rows, *rest))
+
+    def state(self) -> RunState:
+        """As :class:`Source`."""
+        if self._state is None:
+            self._state = with_tensors(self._manifest.state, self.folder.read)
+        return self._state
+
+    def sources(self, key: Key) -> str:
+        """Where a tensor comes from, for the plan."""
+        return str(key)
+
+    def file_problems(self) -> list[str]:
+        """Files whose hash is not the one in the manifest; reads all of them."""
+        return [
+            f"{self.path / name}: its content is not what was written: {tensors}"
+            for name, info in self._manifest.files.items()
+            if hashed(self.path / name) != info
+            for tensors in [self._tensors_in(name)]
+        ]
+
+    def close(self) -> None:
+        """Close files."""
+        self.folder.close()
+
+    def _tensors_in(self, file: str) -> str:
+        found = [
+            name
+            for name, tensor in self.folder.tensors.items()
+            if any(piece is not None and piece.file == file for piece in tensor.pieces)
+        ]
+        shown = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+        return f"it holds {shown}" if found else "it holds no tensors"
+
+
+class HpWriter:
+    """Writes our own format."""
+
+    format = "hp"
+
+    def losses(self, source: Source, target: Target) -> list[str]:
+        """Nothing is lost."""
+        return []
+
+    def write(self, source: Source, folder: Path, target: Target, count: Callable[[int], None], budget: int) -> None:
+        """As :class:`~hp_muon_plugin.checkpoint.canonical.Writer`."""
+        with ThreadPoolExecutor(1, "hash-files") as pool:
+            files = FileDigests(pool, budget // 4)
+            writer = DcpWriter(folder, target.shard_bytes, files.add)
+            try:
+                manifest = self._write(source, writer, files, count, min(PIECE_BYTES, max(1, budget // 8)))
+                writer.close()
+                manifest = replace(manifest, files=files.infos() | {".metadata": hashed(folder / ".metadata")})
+            except BaseException:
+                writer.abandon()
+                raise
+        write_durably(folder / MANIFEST, manifest_text(manifest))
+
+    def _write(
+        self, source: Source, writer: DcpWriter, files: "FileDigests", count: Callable[[int], None], piece: int
+    ) -> Manifest:
+        infos: dict[str, Info] = {}
+        for key, info in source.tensors().items():
+            infos[str(key)] = info
+            writer.declare(str(key), info.shape, info.dtype)
+            for start, stop in pieces(info, piece):
+                rows = source.read(key, start, stop)
+                writer.write(str(key), rows, (start, *(0 for _ in info.shape[1:])) if info.shape else ())
+                count(rows.nbytes)
+        state, tensors = without_tensors(source.state())
+        for name, value in tensors.items():
+            value = value.contiguous().cpu()
+            writer.add(name, value)
+            infos[name] = Info(tuple(value.shape), value.dtype)
+        return Manifest(state, infos, {})
+
+
+class FileDigests:
+    """Hashes of files, computed while they are written.
+
+    Args:
+        pool: Runs the hashing.
+        limit: Bytes that may wait.
+    """
+
+    def __init__(self, pool: ThreadPoolExecutor, limit: int) -> None:
+        self._pool = pool
+        self._room = Room(limit)
+        self._digests: dict[str, Digest] = {}
+        self._sizes: dict[str, int] = {}
+
+    def add(self, file: str, data: bytes | memoryview) -> None:
+        """Bytes appended to a file.
+
+        Args:
+            file: Its name.
+            data: What was written; it does not change later.
+        """
+        if file not in self._digests:
+            self._digests[file] = Digest(self._pool, self._room)
+        self._digests[file].update(data)
+        self._sizes[file] = self._sizes.get(file, 0) + len(data)
+
+    def infos(self) -> dict[str, FileInfo]:
+        """Size and hash of every file."""
+        return {name: FileInfo(self._sizes[name], digest.hexdigest()) for name, digest in self._digests.items()}
+
+
+def open_source(path: Path) -> HpSource:
+    """Open a checkpoint of ours.
+
+    Args:
+        path: Folder of the iteration.
+    """
+    return HpSource(path)

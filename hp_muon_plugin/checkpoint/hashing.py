@@ -1,0 +1,153 @@
+"""Hashes of canonical tensors, computed in threads while a writer works with what it has read."""
+
+import hashlib
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hp_muon_plugin.checkpoint.canonical import Info, Key, RunState, Source
+from hp_muon_plugin.checkpoint.torch_archive import raw_bytes
+
+PIECE_BYTES = 16 * 2**20
+"""Largest piece that is read at a time: the allocator keeps blocks of this size, so their pages are there already."""
+
+
+class Digest:
+    """SHA-256 of bytes that come in order; the work is done by a pool.
+
+    Args:
+        pool: Runs the updates.
+        room: Bounds the bytes that wait.
+    """
+
+    def __init__(self, pool: ThreadPoolExecutor, room: "Room") -> None:
+        self._pool = pool
+        self._room = room
+        self._hash = hashlib.sha256()
+        self._last: Future[None] | None = None
+
+    def update(self, data: memoryview | bytes) -> None:
+        """Add bytes. They must not change until the digest is asked for.
+
+        Args:
+            data: The bytes.
+        """
+        self._room.take(len(data))
+        self._last = self._pool.submit(self._add, self._last, data)
+
+    def hexdigest(self) -> str:
+        """The digest of all bytes."""
+        if self._last is not None:
+            self._last.result()
+        return self._hash.hexdigest()
+
+    def _add(self, before: "Future[None] | None", data: memoryview | bytes) -> None:
+        try:
+            if before is not None:
+                before.result()
+            self._hash.update(data)
+        finally:
+            self._room.give(len(data))
+
+
+class Room:
+    """Bytes that may wait at a time.
+
+    Args:
+        limit: How many; a single larger piece may pass alone.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._taken = 0
+        self._changed = threading.Condition()
+
+    def take(self, nbytes: int) -> None:
+        """Wait until there is room."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._taken or self._taken + nbytes <= self._limit)
+            self._taken += nbytes
+
+    def give(self, nbytes: int) -> None:
+        """Give room back."""
+        with self._changed:
+            self._taken -= nbytes
+            self._changed.notify_all()
+
+
+class HashingSource:
+    """A source that hashes what is read from it.
+
+    Args:
+        source: The opened checkpoint.
+        pool: Runs the hashing.
+        limit: Bytes that may wait to be hashed.
+    """
+
+    def __init__(self, source: Source, pool: ThreadPoolExecutor, limit: int) -> None:
+        self.format = source.format
+        self._source = source
+        self._pool = pool
+        self._room = Room(limit)
+        self._digests: dict[Key, Digest] = {}
+        self._rows: dict[Key, int] = {}
+
+    @property
+    def path(self) -> Path:
+        """Folder of the checkpoint."""
+        return self._source.path
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+    def tensors(self) -> Mapping[Key, Info]:
+        """As :class:`Source`."""
+        return self._source.tensors()
+
+    def read(self, key: Key, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """As :class:`Source`. Rows that come in order are hashed on the way."""
+        rows = self._source.read(key, start, stop)
+        if self._rows.setdefault(key, 0) == start:
+            if key not in self._digests:
+                self._digests[key] = Digest(self._pool, self._room)
+            self._rows[key] = start + (rows.shape[0] if rows.dim() else 1)
+            if rows.numel():
+                self._digests[key].update(raw_bytes(rows))
+        return rows
+
+    def state(self) -> RunState:
+        """As :class:`Source`."""
+        return self._source.state()
+
+    def close(self) -> None:
+        """As :class:`Source`."""
+        self._source.close()
+
+    def digest(self, key: Key) -> str:
+        """SHA-256 of a tensor's bytes in row-major order; what was not read in order is read again.
+
+        Args:
+            key: Which.
+        """
+        info = self._source.tensors()[key]
+        total = info.shape[0] if info.shape else 1
+        step = max(1, PIECE_BYTES * total // max(1, info.nbytes))
+        while (start := self._rows.get(key, 0)) < total:
+            self.read(key, start, min(total, start + step))
+        return self._digests[key].hexdigest() if key in self._digests else hashlib.sha256().hexdigest()
+
+
+def pieces(info: Info, limit: int = PIECE_BYTES) -> list[tuple[int, int]]:
+    """Ranges of rows of a tensor, each of at most ``limit`` bytes if a row is not larger.
+
+    Args:
+        info: The tensor; a 0-dim one is one row.
+        limit: Bytes.
+    """
+    rows = info.shape[0] if info.shape else 1
+    step = max(1, limit * max(1, rows) // max(1, info.nbytes))
+    return [(start, min(start + step, rows)) for start in range(0, rows, step)]
