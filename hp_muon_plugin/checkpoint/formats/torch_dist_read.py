@@ -11,6 +11,7 @@ import torch
 from hp_muon_plugin.checkpoint import torch_archive
 from hp_muon_plugin.checkpoint.canonical import Info, Key, Kind, Momentum, RunState
 from hp_muon_plugin.checkpoint.dcp_files import DcpFolder
+from hp_muon_plugin.checkpoint.formats.torch_dist_common import RECORD, apply_record
 from hp_muon_plugin.checkpoint.formats.torch_dist_optimizer import candidates, is_optimizer, read_optimizer
 from hp_muon_plugin.checkpoint.formats.torch_dist_parts import Part, Stacked
 from hp_muon_plugin.checkpoint.megatron_groups import group_of, hyper_of
@@ -156,7 +157,7 @@ class TorchDistSource:
             if "step" in group and Key(name, Kind.exp_avg) in self._parts:
                 steps[name] = group["step"]
         has_momentum = any(key.kind == Kind.momentum for key in self._parts)
-        return RunState(
+        state = RunState(
             iteration=int(common.get("iteration", args.get("iteration") or 0)),
             consumed_samples=args.get("consumed_train_samples"),
             scheduler=plain(common.get("opt_param_scheduler") or {}),
@@ -180,7 +181,7 @@ class TorchDistSource:
                     if is_fused
                 ],
                 "tied": not any(key.name == "output_layer.weight" for key in self._parts),
-                "sharding": optimizer.form,
+                "sharding": _sharding(optimizer.form, optimizer.member, has_momentum),
                 "experts_apart": any(
                     group.get("is_expert_parallel") for groups in optimizer.groups.values() for group in groups
                 ),
@@ -188,6 +189,8 @@ class TorchDistSource:
             },
             other=self._other(),
         )
+        apply_record(state, common.get(RECORD))
+        return state
 
     def _random(self) -> dict[str, Any]:
         found = {}
@@ -195,16 +198,26 @@ class TorchDistSource:
             match = _RANDOM.match(key)
             if match:
                 name = f"pp{match[1]}.tp{match[2]}" + (f".dp{match[3]}" if match[3] else "")
-                value = plain(self.folder.object(key))
-                found[name] = {"states": value[0] if isinstance(value, list) and value else value}
-        return found
+                states = plain(self.folder.object(key))[0]
+                if len(states) == 1:
+                    found[name] = {"states": states[0]}
+                else:  # --data-parallel-random-init: one of every data rank
+                    found.update({f"{name}.dp{rank}": {"states": item} for rank, item in enumerate(states)})
+        return {name: item for name, item in found.items() if ".dp" in name or f"{name}.dp0" not in found}
 
     def _extra_state_modules(self) -> list[str]:
         found = (match[1] for key in self.folder.objects if (match := _EXTRA_STATE.match(key)))
         return sorted({re.sub(r"\.layers\.\d+\.", ".layers.", module) for module in found})
 
     def _other(self) -> dict[str, Any]:
-        known = {"args", "iteration", "optimizer", "opt_param_scheduler", "num_floating_point_operations_so_far"}
+        known = {
+            RECORD,
+            "args",
+            "iteration",
+            "optimizer",
+            "opt_param_scheduler",
+            "num_floating_point_operations_so_far",
+        }
         return {str(key): plain(value) for key, value in self._common.items() if key not in known}
 
 
@@ -215,6 +228,15 @@ def open_source(path: Path) -> TorchDistSource:
         path: Folder of the iteration.
     """
     return TorchDistSource(path)
+
+
+def _sharding(form: str | None, member: Mapping[str, int | None], has_momentum: bool) -> str | None:
+    """The form, with Muon's layer-wise ones told apart."""
+    if not has_momentum or form is None:
+        return form
+    if form == "none":
+        return "layer_wise" if any(index is not None for index in member.values()) else form
+    return f"layer_wise_{form}"
 
 
 def _order(key: Key) -> tuple[int, Any]:
