@@ -67,6 +67,10 @@ class CheckpointError(RunError):
     """A checkpoint is damaged, incomplete, of an unknown format, or would be written where it must not be."""
 
 
+class VerifyError(CheckpointError):
+    """What was written, read again, is not what it was made from: exit code 3."""
+
+
 class HookError(HpMuonError, RuntimeError):
     """A Megatron hook cannot be installed, or was bypassed."""
 

@@ -4,12 +4,12 @@ import hashlib
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from hp_muon_plugin.checkpoint.canonical import Info, Key, RunState, Source
+from hp_muon_plugin.checkpoint.canonical import Info, Key, Kind, RunState, Source
 from hp_muon_plugin.checkpoint.torch_archive import raw_bytes
 
 PIECE_BYTES = 16 * 2**20
@@ -90,16 +90,12 @@ class HashingSource:
 
     def __init__(self, source: Source, pool: ThreadPoolExecutor, limit: int) -> None:
         self.format = source.format
+        self.path = source.path
         self._source = source
         self._pool = pool
         self._room = Room(limit)
         self._digests: dict[Key, Digest] = {}
         self._rows: dict[Key, int] = {}
-
-    @property
-    def path(self) -> Path:
-        """Folder of the checkpoint."""
-        return self._source.path
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._source, name)
@@ -139,6 +135,37 @@ class HashingSource:
         while (start := self._rows.get(key, 0)) < total:
             self.read(key, start, min(total, start + step))
         return self._digests[key].hexdigest() if key in self._digests else hashlib.sha256().hexdigest()
+
+
+class WeightsOnly:
+    """A source without its optimizer state.
+
+    Args:
+        source: The opened checkpoint.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.format = source.format
+        self.path = source.path
+        self._source = source
+        self._infos = {key: info for key, info in source.tensors().items() if key.kind in (Kind.weight, Kind.buffer)}
+        self._state = replace(source.state(), hyper={}, steps={}, momentum=None)
+
+    def tensors(self) -> Mapping[Key, Info]:
+        """As :class:`Source`."""
+        return self._infos
+
+    def read(self, key: Key, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """As :class:`Source`."""
+        return self._source.read(key, start, stop)
+
+    def state(self) -> RunState:
+        """As :class:`Source`."""
+        return self._state
+
+    def close(self) -> None:
+        """As :class:`Source`."""
+        self._source.close()
 
 
 def pieces(info: Info, limit: int = PIECE_BYTES) -> list[tuple[int, int]]:

@@ -9,21 +9,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hp_muon_plugin.checkpoint.megatron_names import is_expert
-from hp_muon_plugin.errors import CheckpointError
 
 NOT_HYPER = ("params", "step")
 
 
-def group_of(name: str, dims: int, groups: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The group that a parameter is in.
+def group_of(name: str, dims: int, groups: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """The group that a parameter is in, or None if it could be several that differ.
 
     Args:
         name: Canonical name.
         dims: Its number of dimensions.
         groups: Groups of the optimizer that has its state.
-
-    Raises:
-        CheckpointError: If no group, or none better than another, can be it.
     """
     left = list(groups)
     decays = not (dims <= 1 or name.endswith(".bias"))
@@ -38,14 +34,10 @@ def group_of(name: str, dims: int, groups: Sequence[Mapping[str, Any]]) -> Mappi
         else:
             fitting = [group for group in left if bool(group.get(key, False)) == wanted]
         left = fitting or left
-    if not left:
-        raise CheckpointError(f"{name} has optimizer state, but the checkpoint has no param groups")
-    if any(hyper_of(group) != hyper_of(left[0]) or group.get("step") != left[0].get("step") for group in left[1:]):
-        raise CheckpointError(
-            f"{name} may be in {len(left)} param groups of the checkpoint, which differ and list no names\n"
-            "  fix: pass --drop hyper to go on without learning-rate and weight-decay values per parameter"
-        )
-    return left[0]
+    unclear = any(
+        hyper_of(group) != hyper_of(left[0]) or group.get("step") != left[0].get("step") for group in left[1:]
+    )
+    return None if unclear or not left else left[0]
 
 
 def hyper_of(group: Mapping[str, Any]) -> dict[str, Any]:

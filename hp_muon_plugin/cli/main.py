@@ -1,4 +1,4 @@
-"""``hp-muon``: train, plan, bench, doctor."""
+"""``hp-muon``: train, plan, bench, ckpt, doctor."""
 
 import os
 import signal
@@ -16,6 +16,9 @@ _USAGE = """usage: hp-muon COMMAND ...
   plan [OVERRIDE ...]    the same run's ranks, layout, bytes by link, memory and routing; nothing starts
   bench newton-schulz    polar factors: ours against peers, with the machine's floor; --help lists options
   bench fsdp             sharded data parallelism: ours against torch's fully_shard
+  ckpt convert SRC DST --to FORMAT
+                         any checkpoint into any format, optimizer state included; also
+                         ckpt inspect SRC, ckpt diff A B, ckpt verify SRC; --help lists options
   doctor                 versions, platform, hooks, and what would not work and why
   --version              print the version
 """
@@ -65,6 +68,7 @@ def _run(given: list[str]) -> int:
         "train": _train,
         "plan": _plan,
         "bench": _bench,
+        "ckpt": _ckpt,
         "doctor": _doctor,
     }
     if given[0] not in commands:
@@ -85,6 +89,12 @@ def _plan(arguments: list[str]) -> int:
 
 def _bench(arguments: list[str]) -> int:
     from hp_muon_plugin.cli.bench import run
+
+    return run(arguments)
+
+
+def _ckpt(arguments: list[str]) -> int:
+    from hp_muon_plugin.cli.ckpt import run
 
     return run(arguments)
 

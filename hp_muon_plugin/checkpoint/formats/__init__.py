@@ -22,12 +22,14 @@ class Format:
         what: One line for ``--help``.
         reader: ``module:function`` below this package, called with the folder of the iteration; None if not read.
         writer: ``module:Class`` below this package, made without arguments; None if not written.
+        is_tracked: Whether checkpoints lie in ``iter_0000010`` beside a tracker file, as Megatron's.
     """
 
     name: str
     what: str
     reader: str | None
     writer: str | None
+    is_tracked: bool = True
 
 
 FORMATS = {

@@ -107,6 +107,10 @@ class HpWriter:
         """Nothing is lost."""
         return []
 
+    def where(self, source: Source, target: Target) -> dict[Key, str]:
+        """Key in the files of each canonical tensor, for the plan."""
+        return {key: str(key) for key in source.tensors()}
+
     def write(self, source: Source, folder: Path, target: Target, count: Callable[[int], None], budget: int) -> None:
         """As :class:`~hp_muon_plugin.checkpoint.canonical.Writer`."""
         with ThreadPoolExecutor(1, "hash-files") as pool:

@@ -66,10 +66,10 @@ def groups(member: Member, state: RunState, source: Source, expert_parallel: boo
     """
     infos = source.tensors()
     hyper = {name: _completed(name, state, len(infos[Key(name, Kind.weight)].shape)) for name in member.names}
-    found = []
+    found: list[dict[str, Any]] = []
     for values, names in grouped(member.names, hyper, expert_parallel=expert_parallel):
         steps = {state.steps[name] for name in names if name in state.steps}
-        found.append({**values, **({"step": max(steps)} if steps else {})})
+        found.append(dict(values, step=max(steps)) if steps else dict(values))
     return found
 
 
@@ -80,8 +80,10 @@ def uneven_steps(source: Source) -> bool:
 
 def _completed(name: str, state: RunState, dims: int) -> dict[str, Any]:
     decays = not (dims <= 1 or name.endswith(".bias"))
-    rates = {key: state.scheduler[key] for key in ("max_lr", "min_lr") if key in state.scheduler}
-    missing = {"wd_mult": float(decays), "lr_mult": 1.0, "is_decoupled_lr": False, "is_expert_parallel": False, **rates}
+    missing: dict[str, Any] = {
+        **{"wd_mult": float(decays), "lr_mult": 1.0, "is_decoupled_lr": False, "is_expert_parallel": False},
+        **{key: state.scheduler[key] for key in ("max_lr", "min_lr") if key in state.scheduler},
+    }
     values = state.hyper.get(name, {})
     return {**{key: value for key, value in missing.items() if key not in values}, **values}
 

@@ -147,12 +147,17 @@ class TorchDistSource:
     def _run_state(self) -> RunState:
         common, optimizer = self._common, self._optimizer
         args = plain(common["args"]) if "args" in common else {}
-        hyper, steps = {}, {}
+        hyper: dict[str, dict[str, Any]] = {}
+        steps: dict[str, float] = {}
+        unclear: list[str] = []
         for name in optimizer.member:
             groups = candidates(optimizer, name)
             if not groups:
                 continue
             group = group_of(name, len(self._parts[Key(name, Kind.weight)].shape), groups)
+            if group is None:
+                unclear.append(name)
+                continue
             hyper[name] = plain(hyper_of(group))
             if "step" in group and Key(name, Kind.exp_avg) in self._parts:
                 steps[name] = group["step"]
@@ -185,6 +190,7 @@ class TorchDistSource:
                 "experts_apart": any(
                     group.get("is_expert_parallel") for groups in optimizer.groups.values() for group in groups
                 ),
+                "unclear_groups": unclear,
                 "modules_with_extra_state": self._extra_state_modules(),
             },
             other=self._other(),

@@ -66,6 +66,17 @@ class TorchDistWriter:
             lost.append("random state of data ranks, which this version asks for with EP > 1: load with --no-load-rng")
         return lost
 
+    def where(self, source: Source, target: Target) -> dict[Key, str]:
+        """Key in the files of each canonical tensor, for the plan."""
+        sharding, infos = sharding_of(source, target), source.tensors()
+        style, moe = style_of_target(source, target), moe_layers_of(key.name for key in infos)
+        prefixes = _prefixes(source, target, sharding)
+        found = {}
+        for key in infos:
+            spot = place(key.name, style, moe)
+            found[key] = f"{_prefix(key, prefixes, infos, sharding)}{spot.key}{list(spot.index) or ''}"
+        return found
+
     def write(self, source: Source, folder: Path, target: Target, count: Callable[[int], None], budget: int) -> None:
         """As :class:`~hp_muon_plugin.checkpoint.canonical.Writer`."""
         sharding = sharding_of(source, target)

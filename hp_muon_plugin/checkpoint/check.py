@@ -1,0 +1,59 @@
+"""Whether a checkpoint is what was written: hashes of files and tensors, coverage, masters against weights."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from hp_muon_plugin.checkpoint.canonical import Source
+from hp_muon_plugin.checkpoint.convert import REPORT, Progress
+from hp_muon_plugin.checkpoint.hashing import HashingSource
+from hp_muon_plugin.checkpoint.verify import masters
+from hp_muon_plugin.errors import CheckpointError
+
+_WAITING_BYTES = 2**28
+
+
+def verified(source: Source, progress: Progress) -> tuple[list[str], list[str]]:
+    """Check a checkpoint as far as it can be.
+
+    Args:
+        source: Opened, which has checked that every element lies in a file.
+        progress: Told how far it is.
+
+    Returns:
+        Problems, and what was checked, both in words.
+    """
+    infos = source.tensors()
+    checks = [f"{len(infos)} tensors are complete"]
+    problems = [*getattr(source, "file_problems", list)()]
+    if hasattr(source, "file_problems"):
+        checks.append("files have the hashes of the manifest")
+    written = _written(source)
+    progress.begin("verify", sum(info.nbytes for info in infos.values()))
+    with ThreadPoolExecutor(2, "hash") as pool:
+        hashed = HashingSource(source, pool, _WAITING_BYTES)
+        try:
+            problems += [f"{source.path}: {found}" for found in masters(hashed)]
+            for key, info in infos.items():
+                if str(key) in written and hashed.digest(key) != written[str(key)]:
+                    problems.append(f"{source.path}: {key} is not what was converted: its hash differs from {REPORT}")
+                progress.advance(info.nbytes)
+        except CheckpointError as error:
+            problems.append(str(error))
+    if any(key.kind == "main" for key in infos):
+        checks.append("masters round to the stored weights")
+    if written:
+        checks.append(f"{len(written)} tensors have the hashes of {REPORT}")
+    return problems, checks
+
+
+def _written(source: Source) -> dict[str, str]:
+    """Hashes that a conversion left, of tensors that it wrote as they were."""
+    try:
+        report: Any = json.loads((source.path / REPORT).read_text(encoding="utf-8"))
+        hashes, changed = dict(report["sha256"]), set(report["changed"])
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{source.path / REPORT} is damaged: {error}") from error
+    return {name: digest for name, digest in hashes.items() if name not in changed}

@@ -1,0 +1,294 @@
+"""Conversion of a checkpoint from any format to any other: planned, bounded in memory, atomic, verified."""
+
+import json
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import hp_muon_plugin
+from hp_muon_plugin.checkpoint import formats, placing
+from hp_muon_plugin.checkpoint.canonical import Key, Kind, Source, Target, Writer
+from hp_muon_plugin.checkpoint.folders import write_durably
+from hp_muon_plugin.checkpoint.hashing import HashingSource, pieces
+from hp_muon_plugin.checkpoint.verify import Difference, first_difference, masters, sampled_masters
+from hp_muon_plugin.errors import CheckpointError, ConfigError, VerifyError
+
+REPORT = "conversion.json"
+BUDGET = 2 * 2**30
+_SHOWN = 5
+
+
+class Progress:
+    """Told how far a conversion is. This one shows nothing."""
+
+    def begin(self, what: str, total: int) -> None:
+        """Begin a stage.
+
+        Args:
+            what: Its name.
+            total: Bytes.
+        """
+
+    def advance(self, nbytes: int) -> None:
+        """Count bytes.
+
+        Args:
+            nbytes: Since the last call.
+        """
+
+    def note(self, text: str) -> None:
+        """Say something that stays."""
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a conversion will do.
+
+    Attributes:
+        source: The opened checkpoint.
+        writer: Writer of the target format.
+        target: How it writes.
+        to: Name of the target format.
+        losses: What the target cannot hold.
+        nbytes: Bytes of all tensors.
+    """
+
+    source: Source
+    writer: Writer
+    target: Target
+    to: str
+    losses: tuple[str, ...]
+    nbytes: int
+
+
+@dataclass(slots=True)
+class Report:
+    """What a conversion did; ``conversion.json``.
+
+    Attributes:
+        tensors: SHA-256 of each canonical tensor of the source by name.
+        dropped: Tensors of the source that the output has not.
+        changed: Tensors that the output holds in another form, with how.
+        zeros: Tensors of the source that hold only zeros.
+        nbytes: Bytes of the source's tensors.
+        seconds: Time it took.
+        folder: Folder of the output.
+        body: The rest, as written.
+    """
+
+    tensors: dict[str, str] = field(default_factory=dict)
+    dropped: list[str] = field(default_factory=list)
+    changed: dict[str, str] = field(default_factory=dict)
+    nbytes: int = 0
+    seconds: float = 0.0
+    folder: Path = Path()
+    body: dict[str, Any] = field(default_factory=dict)
+
+
+def plan(source: Source, to: str, target: Target) -> Plan:
+    """Find out what a conversion would do; nothing is written.
+
+    Args:
+        source: The opened checkpoint.
+        to: Target format.
+        target: How it is written.
+
+    Raises:
+        ConfigError: If the source cannot be written so at all.
+        CheckpointError: If the source is damaged in a way that shows in a sample.
+    """
+    writer = formats.writer(to)
+    refuse(source, list(sampled_masters(source)))
+    losses = list(writer.losses(source, target))
+    unclear = source.state().model.get("unclear_groups")
+    if unclear:
+        losses.append(f"param-group values of {len(unclear)} parameters, of which the source does not tell the group")
+    nbytes = sum(info.nbytes for info in source.tensors().values())
+    return Plan(source, writer, target, to, tuple(losses), nbytes)
+
+
+def refuse(source: Source, found: list[Difference]) -> None:
+    """Refuse a source whose masters are not those of its weights.
+
+    Args:
+        source: The checkpoint.
+        found: What differs.
+
+    Raises:
+        CheckpointError: If anything does.
+    """
+    if found:
+        more = f"\n  and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+        shown = "".join(f"\n  {item}" for item in found[:_SHOWN])
+        raise CheckpointError(
+            f"{source.path} is corrupt: {len(found)} float32 masters do not belong to their weights{shown}{more}\n"
+            "  megatron-core 0.15 to 0.19 writes such files as fully_reshardable with several buckets\n"
+            "  fix: take another checkpoint of the run; or convert its weights alone with --weights-only"
+        )
+
+
+def convert(
+    found: Plan,
+    dst: Path,
+    *,
+    budget: int = BUDGET,
+    jobs: int = 1,
+    drop: bool = False,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> Report:
+    """Convert.
+
+    Args:
+        found: The plan.
+        dst: Destination as the user names it.
+        budget: Bytes of tensors in memory at any time, about.
+        jobs: Threads that hash.
+        drop: Whether to go on although something is lost.
+        force: Whether to replace a checkpoint that is there.
+        progress: Told how far it is.
+
+    Returns:
+        What was done; it stands in the output as ``conversion.json`` too.
+
+    Raises:
+        ConfigError: If something is lost without ``drop``, or the destination is taken.
+        CheckpointError: If the source is damaged or the disk full. The destination is as it was.
+        VerifyError: If the output, read again, is not the source. The destination is as it was.
+    """
+    if found.losses and not drop:
+        lost = "\n  ".join(found.losses)
+        raise ConfigError(
+            "--to", found.to, f"cannot hold all of the source:\n  {lost}\n ", "pass --drop to go on without"
+        )
+    progress = progress or Progress()
+    started = time.monotonic()
+    state = found.source.state()
+    place = placing.destination(dst, state.iteration, is_tracked=formats.FORMATS[found.to].is_tracked)
+    placing.check(place, found.source.path, found.nbytes, force=force)
+    report = Report(nbytes=found.nbytes, folder=place.final)
+    with ThreadPoolExecutor(max(1, jobs), "hash") as pool, placing.placed(place) as folder:
+        source = HashingSource(found.source, pool, budget // 4)
+        progress.begin("write", found.nbytes)
+        found.writer.write(source, folder, found.target, progress.advance, budget)
+        progress.begin("verify", found.nbytes)
+        with _opened(folder, found.to) as output:
+            _verify(source, HashingSource(output, pool, budget // 4), report, progress, bool(found.losses))
+        report.seconds = time.monotonic() - started
+        report.body = _body(found, report)
+        write_durably(folder / REPORT, json.dumps(report.body, indent=1))
+    return report
+
+
+@contextmanager
+def _opened(folder: Path, to: str) -> Iterator[Source]:
+    try:
+        output = formats.open_checkpoint(folder, to)
+    except CheckpointError as error:
+        raise VerifyError(f"the output cannot be read again: {error}") from error
+    try:
+        yield output
+    finally:
+        output.close()
+
+
+def _verify(source: HashingSource, output: HashingSource, report: Report, progress: Progress, is_lossy: bool) -> None:
+    infos, outputs = source.tensors(), output.tensors()
+    _check_masters(source, output)  # reads them in order, which hashes them on the way
+    for key, info in infos.items():
+        report.tensors[str(key)] = source.digest(key)
+        if key not in outputs:
+            report.dropped.append(str(key))
+            continue
+        if outputs[key] == info and output.digest(key) == report.tensors[str(key)]:
+            progress.advance(info.nbytes)
+            continue
+        report.changed[str(key)] = _changed(source, output, key)
+        progress.advance(info.nbytes)
+    extra = [key for key in outputs if key not in infos and key.kind not in (Kind.main, Kind.weight)]
+    if extra:
+        raise VerifyError(f"the output holds {extra[0]}, which the source has not")
+    if report.dropped and not is_lossy:
+        raise VerifyError(f"the output lacks {', '.join(report.dropped[:_SHOWN])}, and nobody said that it would")
+    before, after = source.state(), output.state()
+    if after.iteration != before.iteration and not is_lossy:
+        raise VerifyError(f"the output is at iteration {after.iteration}, the source at {before.iteration}")
+    wrong = [name for name, step in after.steps.items() if before.steps.get(name, step) != step]
+    if wrong and not is_lossy:
+        raise VerifyError(f"the step count of {wrong[0]} is {after.steps[wrong[0]]}, not {before.steps[wrong[0]]}")
+
+
+def _changed(source: HashingSource, output: HashingSource, key: Key) -> str:
+    """How a tensor of the output differs from the source's, if it is a change that a format may make."""
+    before, after = source.tensors()[key], output.tensors()[key]
+    scale = _momentum_scale(source, output, key)
+    how = []
+    if scale != 1.0:
+        how.append(f"times {scale:.9g}")
+    if before.dtype != after.dtype:
+        how.append(f"{before.dtype} to {after.dtype}")
+    if before.shape != after.shape:
+        if before.shape[1:] != after.shape[1:] or not key.name.startswith(("embedding.", "output_layer.")):
+            raise VerifyError(f"{key} has shape {after.shape} in the output, {before.shape} in the source")
+        how.append(f"{before.shape[0]} to {after.shape[0]} rows of vocabulary")
+    rows = min(before.shape[0], after.shape[0]) if before.shape else 1
+    for start, stop in pieces(before):
+        stop = min(stop, rows)
+        if start >= stop:
+            break
+        expected = source.read(key, start, stop)
+        expected = (expected * scale if scale != 1.0 else expected).to(after.dtype)
+        found = first_difference(expected, output.read(key, start, stop), start)
+        if found:
+            raise VerifyError(f"{key} was not written as it was read: {found}")
+    if not how:
+        raise VerifyError(f"{key} changed while it was converted: was the source written to meanwhile?")
+    return ", ".join(how)
+
+
+def _momentum_scale(source: HashingSource, output: HashingSource, key: Key) -> float:
+    before, after = source.state().momentum, output.state().momentum
+    decay = source.state().hyper.get(key.name, {}).get("momentum")
+    if key.kind != Kind.momentum or before is None or after is None or before == after:
+        return 1.0
+    if not isinstance(decay, int | float):
+        return 1.0
+    return 1.0 - float(decay) if after == "average" else 1.0 / (1.0 - float(decay))
+
+
+def _check_masters(source: HashingSource, output: HashingSource) -> None:
+    """Compare all masters with all weights, in the output: its bytes are in memory still, and equal to the source's."""
+    refuse(source, list(masters(output)))
+    copies = getattr(source, "copies", None)
+    if copies is not None and any(True for _ in copies()):
+        refuse(source, list(masters(source)))
+
+
+def _body(found: Plan, report: Report) -> dict[str, Any]:
+    state = found.source.state()
+    return {
+        "hp_muon_plugin": hp_muon_plugin.__version__,
+        "torch": torch.__version__,
+        "source": str(found.source.path),
+        "source_format": found.source.format,
+        "format": found.to,
+        "iteration": state.iteration,
+        "bytes": report.nbytes,
+        "seconds": round(report.seconds, 3),
+        "losses": list(found.losses),
+        "dropped": report.dropped,
+        "changed": report.changed,
+        "random_state": "copied"
+        if state.random and not any("random" in line for line in found.losses)
+        else "not copied",
+        "sha256": report.tensors,
+    }

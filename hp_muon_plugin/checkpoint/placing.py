@@ -1,0 +1,171 @@
+"""How a converted checkpoint gets its name: lock, temporary folder, rename, tracker last. Kills do no harm."""
+
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from hp_muon_plugin.checkpoint.detect import TRACKER
+from hp_muon_plugin.checkpoint.folders import OLD, PARTIAL, publish, sync_folder, write_durably
+from hp_muon_plugin.errors import CheckpointError, ConfigError
+
+_LOCK = ".hp_muon_convert.lock"
+_SPARE_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Where a conversion goes.
+
+    Attributes:
+        final: Folder of the checkpoint.
+        root: Folder of the tracker file; None for formats without one.
+        iteration: What the tracker will name.
+    """
+
+    final: Path
+    root: Path | None
+    iteration: int
+
+    @property
+    def partial(self) -> Path:
+        """Folder that is written; it gets the final name when it is whole."""
+        return self.final.with_name(self.final.name + PARTIAL)
+
+    @property
+    def old(self) -> Path:
+        """Name of a checkpoint that is being replaced."""
+        return self.final.with_name(self.final.name + OLD)
+
+
+def destination(dst: Path, iteration: int, *, is_tracked: bool) -> Destination:
+    """Where a checkpoint is written.
+
+    Args:
+        dst: As the user names it.
+        iteration: Of the source.
+        is_tracked: Whether the format has a tracker file.
+    """
+    dst = Path(os.path.abspath(dst))
+    if not is_tracked:
+        return Destination(dst, None, iteration)
+    return Destination(dst / f"iter_{iteration:07d}", dst, iteration)
+
+
+def check(target: Destination, source: Path, nbytes: int, *, force: bool) -> None:
+    """Refuse a destination that would harm something.
+
+    Args:
+        target: The destination.
+        source: Folder of the source.
+        nbytes: Bytes that will be written.
+        force: Whether an existing checkpoint may be replaced.
+
+    Raises:
+        ConfigError: If it is the source, or there already.
+        CheckpointError: If the disk has no room.
+    """
+    final, inside = target.final.resolve(), source.resolve()
+    if final == inside or inside in final.parents or final in inside.parents:
+        raise ConfigError("DST", target.final, "is the source, or lies in it or around it", "name another folder")
+    if target.final.exists() and not target.final.is_dir():
+        raise ConfigError("DST", target.final, "is a file", "name a folder")
+    if target.final.exists() and any(target.final.iterdir()) and not force:
+        raise ConfigError("DST", target.final, "is there already", "name another folder, or pass --force to replace it")
+    standing = next(parent for parent in (target.final, *target.final.parents) if parent.exists())
+    free, needed = shutil.disk_usage(standing).free, nbytes + _SPARE_BYTES
+    if free < needed:
+        raise CheckpointError(
+            f"{standing} has {free / 2**30:.2f} GiB free, the checkpoint needs {needed / 2**30:.2f} GiB\n"
+            "  fix: free some, or name a folder on another disk"
+        )
+
+
+@contextmanager
+def placed(target: Destination) -> Iterator[Path]:
+    """Give an empty folder to write; when the block ends without an error it becomes the checkpoint.
+
+    Args:
+        target: The destination.
+
+    Raises:
+        CheckpointError: If another conversion writes there, or the disk is full.
+    """
+    folder = target.final.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    with _locked(folder / (_LOCK if target.root else f".{target.final.name}{_LOCK}")):
+        restore(target)
+        target.partial.mkdir()
+        try:
+            yield target.partial
+            _sync_all(target.partial)
+            publish(target.partial, target.final)
+        except OSError as error:
+            shutil.rmtree(target.partial, ignore_errors=True)
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise CheckpointError(
+                    f"{folder}: {error.strerror} while writing; what was written is removed, nothing else was touched\n"
+                    "  fix: free some space, or name a folder on another disk"
+                ) from error
+            raise
+        except BaseException:
+            shutil.rmtree(target.partial, ignore_errors=True)
+            raise
+        if target.root is not None:
+            write_durably(target.root / TRACKER, str(target.iteration))
+
+
+def restore(target: Destination) -> list[str]:
+    """Clean up after a conversion that was killed: a replaced checkpoint comes back, half-written ones go.
+
+    Args:
+        target: The destination; locked.
+
+    Returns:
+        What was done, in words.
+    """
+    done = []
+    if target.old.exists():
+        if target.final.exists():
+            shutil.rmtree(target.old)
+        else:
+            target.old.rename(target.final)
+            sync_folder(target.final.parent)
+            done.append(f"{target.final} is back: a conversion that was to replace it was interrupted")
+    if target.partial.exists():
+        shutil.rmtree(target.partial)
+        done.append(f"removed {target.partial}, left by an interrupted conversion")
+    return done
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a lock that the system drops when the process dies."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise CheckpointError(
+                f"another conversion is writing to {path.parent}\n  fix: wait for it, or name another folder"
+            ) from error
+        yield
+        path.unlink(missing_ok=True)
+    finally:
+        os.close(handle)
+
+
+def _sync_all(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_dir():
+            sync_folder(path)
+        else:
+            handle = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)

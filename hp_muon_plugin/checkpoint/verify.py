@@ -1,0 +1,149 @@
+"""Comparing checkpoints tensor by tensor, whatever their formats, and a checkpoint with itself."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from hp_muon_plugin.checkpoint.canonical import Info, Key, Kind, Source
+from hp_muon_plugin.checkpoint.hashing import pieces
+
+Count = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Where two checkpoints differ.
+
+    Attributes:
+        key: Which tensor.
+        what: In words; names the first element.
+    """
+
+    key: Key
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.what}"
+
+
+def masters(source: Source, count: Count = lambda nbytes: None) -> Iterator[Difference]:
+    """Parameters whose float32 master does not round to the stored weight.
+
+    Args:
+        source: The checkpoint; all masters and their weights are read.
+        count: Called with the bytes read.
+    """
+    infos = source.tensors()
+    for key, info in infos.items():
+        if key.kind != Kind.main:
+            continue
+        weight = Key(key.name, Kind.weight)
+        if weight not in infos:
+            continue
+        for start, stop in pieces(info):
+            main, stored = source.read(key, start, stop), source.read(weight, start, stop)
+            count(main.nbytes + stored.nbytes)
+            found = first_difference(main.to(stored.dtype), stored, start)
+            if found:
+                yield Difference(key, f"rounded, it is not the stored weight: {found}")
+                break
+    copies = getattr(source, "copies", None)
+    for name in copies() if copies else ():
+        key = Key(name, Kind.weight)
+        for start, stop in pieces(infos[key]):
+            stored = source.read(key, start, stop)
+            found = first_difference(source.read_copy(name, start, stop), stored, start)  # type: ignore[attr-defined]
+            if found:
+                yield Difference(Key(name, Kind.main), f"the optimizer's copy is not the weight: {found}")
+                break
+
+
+def sampled_masters(source: Source) -> Iterator[Difference]:
+    """As :func:`masters`, of the first rows of every parameter: cheap, and enough for shifted tensors.
+
+    Args:
+        source: The checkpoint.
+    """
+    infos = source.tensors()
+    for key, info in infos.items():
+        weight = Key(key.name, Kind.weight)
+        if key.kind == Kind.main and weight in infos and info.nbytes:
+            stop = pieces(info, 2**14)[0][1]
+            main, stored = source.read(key, 0, stop), source.read(weight, 0, stop)
+            found = first_difference(main.to(stored.dtype), stored, 0)
+            if found:
+                yield Difference(key, f"rounded, it is not the stored weight: {found}")
+
+
+def compared(a: Source, b: Source, *, rtol: float | None, atol: float | None, count: Count) -> Iterator[Difference]:
+    """Compare two checkpoints.
+
+    Args:
+        a: One.
+        b: The other, of any format.
+        rtol: Relative tolerance; None with ``atol`` None compares bits.
+        atol: Absolute tolerance.
+        count: Called with the bytes read of both.
+    """
+    left, right = a.tensors(), b.tensors()
+    for key, info in left.items():
+        if key not in right:
+            yield Difference(key, f"only in {a.path}")
+            continue
+        other = right[key]
+        if info.shape != other.shape or (info.dtype != other.dtype and rtol is None and atol is None):
+            yield Difference(key, f"{_text(info)} in {a.path}, {_text(other)} in {b.path}")
+            continue
+        for start, stop in pieces(info):
+            x, y = a.read(key, start, stop), b.read(key, start, stop)
+            count(x.nbytes + y.nbytes)
+            found = first_difference(x, y, start, rtol=rtol, atol=atol)
+            if found:
+                yield Difference(key, found)
+                break
+    for key in right:
+        if key not in left:
+            yield Difference(key, f"only in {b.path}")
+
+
+def first_difference(
+    x: torch.Tensor, y: torch.Tensor, start: int, *, rtol: float | None = None, atol: float | None = None
+) -> str | None:
+    """The first element in which two pieces differ, in words; None if they are equal.
+
+    Args:
+        x: A piece.
+        y: The other one, of the same shape.
+        start: Its first row.
+        rtol: Relative tolerance; None with ``atol`` None compares bits.
+        atol: Absolute tolerance.
+    """
+    if rtol is None and atol is None:
+        if torch.equal(_bits(x), _bits(y)):
+            return None
+        differs = (_bits(x) != _bits(y)).view(x.numel(), -1).any(dim=1)
+    else:
+        a, b = x.to(torch.float64), y.to(torch.float64)
+        differs = ~torch.isclose(a, b, rtol=rtol or 0.0, atol=atol or 0.0, equal_nan=True).reshape(-1)
+        if not bool(differs.any()):
+            return None
+    flat = int(differs.nonzero()[0])
+    index = []
+    rest = flat
+    for length in reversed(x.shape):
+        index.append(rest % length)
+        rest //= length
+    place = list(reversed(index))
+    if place:
+        place[0] += start
+    values = f"{x.reshape(-1)[flat].item()!r} and {y.reshape(-1)[flat].item()!r}"
+    return f"first at {place}: {values}"
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _text(info: Info) -> str:
+    return f"{str(info.dtype).removeprefix('torch.')} {list(info.shape)}"
