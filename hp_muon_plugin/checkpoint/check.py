@@ -10,7 +10,7 @@ from hp_muon_plugin.checkpoint.hashing import HashingSource
 from hp_muon_plugin.checkpoint.verify import masters
 from hp_muon_plugin.errors import CheckpointError
 
-_WAITING_BYTES = 2**28
+_BUDGET = 2**30
 
 
 def verified(source: Source, progress: Progress) -> tuple[list[str], list[str]]:
@@ -31,7 +31,7 @@ def verified(source: Source, progress: Progress) -> tuple[list[str], list[str]]:
     written = _written(source)
     progress.begin("verify", sum(info.nbytes for info in infos.values()))
     with ThreadPoolExecutor(2, "hash") as pool:
-        hashed = HashingSource(source, pool, _WAITING_BYTES)
+        hashed = HashingSource(source, pool, _BUDGET)
         try:
             problems += [f"{source.path}: {found}" for found in masters(hashed)]
             for key, info in infos.items():

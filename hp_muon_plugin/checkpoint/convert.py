@@ -177,12 +177,12 @@ def convert(
     placing.check(place, found.source.path, found.nbytes, force=force)
     report = Report(nbytes=found.nbytes, folder=place.final)
     with ThreadPoolExecutor(max(1, jobs), "hash") as pool, placing.placed(place) as folder:
-        source = HashingSource(found.source, pool, budget // 4)
+        source = HashingSource(found.source, pool, budget)
         progress.begin("write", found.nbytes)
         found.writer.write(source, folder, found.target, progress.advance, budget)
         progress.begin("verify", found.nbytes)
         with _opened(folder, found.to) as output:
-            _verify(source, HashingSource(output, pool, budget // 4), report, progress, bool(found.losses))
+            _verify(source, HashingSource(output, pool, budget), report, progress, bool(found.losses))
         report.seconds = time.monotonic() - started
         report.body = _body(found, report)
         write_durably(folder / REPORT, json.dumps(report.body, indent=1))
@@ -241,7 +241,7 @@ def _changed(source: HashingSource, output: HashingSource, key: Key) -> str:
             raise VerifyError(f"{key} has shape {after.shape} in the output, {before.shape} in the source")
         how.append(f"{before.shape[0]} to {after.shape[0]} rows of vocabulary")
     rows = min(before.shape[0], after.shape[0]) if before.shape else 1
-    for start, stop in pieces(before):
+    for start, stop in pieces(before, source.piece_bytes):
         stop = min(stop, rows)
         if start >= stop:
             break
@@ -267,10 +267,10 @@ def _momentum_scale(source: HashingSource, output: HashingSource, key: Key) -> f
 
 def _check_masters(source: HashingSource, output: HashingSource) -> None:
     """Compare all masters with all weights, in the output: its bytes are in memory still, and equal to the source's."""
-    refuse(source, list(masters(output)))
+    refuse(source, list(masters(output, output.piece_bytes)))
     copies = getattr(source, "copies", None)
     if copies is not None and any(True for _ in copies()):
-        refuse(source, list(masters(source)))
+        refuse(source, list(masters(source, source.piece_bytes)))
 
 
 def _body(found: Plan, report: Report) -> dict[str, Any]:

@@ -85,15 +85,16 @@ class HashingSource:
     Args:
         source: The opened checkpoint.
         pool: Runs the hashing.
-        limit: Bytes that may wait to be hashed.
+        budget: Bytes of tensors that the whole conversion may hold; a quarter of them may wait to be hashed.
     """
 
-    def __init__(self, source: Source, pool: ThreadPoolExecutor, limit: int) -> None:
+    def __init__(self, source: Source, pool: ThreadPoolExecutor, budget: int) -> None:
         self.format = source.format
         self.path = source.path
         self._source = source
         self._pool = pool
-        self._room = Room(limit)
+        self._room = Room(budget // 4)
+        self.piece_bytes = piece_bytes(budget)
         self._digests: dict[Key, Digest] = {}
         self._rows: dict[Key, int] = {}
 
@@ -131,7 +132,7 @@ class HashingSource:
         """
         info = self._source.tensors()[key]
         total = info.shape[0] if info.shape else 1
-        step = max(1, PIECE_BYTES * total // max(1, info.nbytes))
+        step = max(1, self.piece_bytes * total // max(1, info.nbytes))
         while (start := self._rows.get(key, 0)) < total:
             self.read(key, start, min(total, start + step))
         return self._digests[key].hexdigest() if key in self._digests else hashlib.sha256().hexdigest()
@@ -166,6 +167,15 @@ class WeightsOnly:
     def close(self) -> None:
         """As :class:`Source`."""
         self._source.close()
+
+
+def piece_bytes(budget: int) -> int:
+    """Size of the pieces that are read at a time.
+
+    Args:
+        budget: Bytes of tensors in memory at any time, about.
+    """
+    return min(PIECE_BYTES, max(1, budget // 8))
 
 
 def pieces(info: Info, limit: int = PIECE_BYTES) -> list[tuple[int, int]]:

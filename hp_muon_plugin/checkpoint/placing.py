@@ -153,8 +153,10 @@ def _locked(path: Path) -> Iterator[None]:
             raise CheckpointError(
                 f"another conversion is writing to {path.parent}\n  fix: wait for it, or name another folder"
             ) from error
-        yield
-        path.unlink(missing_ok=True)
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
     finally:
         os.close(handle)
 

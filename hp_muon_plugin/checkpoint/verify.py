@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from hp_muon_plugin.checkpoint.canonical import Info, Key, Kind, Source
-from hp_muon_plugin.checkpoint.hashing import pieces
+from hp_muon_plugin.checkpoint.hashing import PIECE_BYTES, pieces
 
 Count = Callable[[int], None]
 
@@ -27,12 +27,12 @@ class Difference:
         return f"{self.key}: {self.what}"
 
 
-def masters(source: Source, count: Count = lambda nbytes: None) -> Iterator[Difference]:
+def masters(source: Source, piece: int = PIECE_BYTES) -> Iterator[Difference]:
     """Parameters whose float32 master does not round to the stored weight.
 
     Args:
         source: The checkpoint; all masters and their weights are read.
-        count: Called with the bytes read.
+        piece: Bytes to read at a time.
     """
     infos = source.tensors()
     for key, info in infos.items():
@@ -41,9 +41,8 @@ def masters(source: Source, count: Count = lambda nbytes: None) -> Iterator[Diff
         weight = Key(key.name, Kind.weight)
         if weight not in infos:
             continue
-        for start, stop in pieces(info):
+        for start, stop in pieces(info, piece):
             main, stored = source.read(key, start, stop), source.read(weight, start, stop)
-            count(main.nbytes + stored.nbytes)
             found = first_difference(main.to(stored.dtype), stored, start)
             if found:
                 yield Difference(key, f"rounded, it is not the stored weight: {found}")
@@ -51,7 +50,7 @@ def masters(source: Source, count: Count = lambda nbytes: None) -> Iterator[Diff
     copies = getattr(source, "copies", None)
     for name in copies() if copies else ():
         key = Key(name, Kind.weight)
-        for start, stop in pieces(infos[key]):
+        for start, stop in pieces(infos[key], piece):
             stored = source.read(key, start, stop)
             found = first_difference(source.read_copy(name, start, stop), stored, start)  # type: ignore[attr-defined]
             if found:

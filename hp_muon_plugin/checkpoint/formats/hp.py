@@ -11,7 +11,7 @@ from hp_muon_plugin.checkpoint.canonical import Info, Key, RunState, Source, Tar
 from hp_muon_plugin.checkpoint.dcp_files import DcpFolder
 from hp_muon_plugin.checkpoint.dcp_write import DcpWriter
 from hp_muon_plugin.checkpoint.folders import write_durably
-from hp_muon_plugin.checkpoint.hashing import PIECE_BYTES, Digest, Room, pieces
+from hp_muon_plugin.checkpoint.hashing import Digest, Room, piece_bytes, pieces
 from hp_muon_plugin.checkpoint.manifest import (
     MANIFEST,
     FileInfo,
@@ -117,7 +117,7 @@ class HpWriter:
             files = FileDigests(pool, budget // 4)
             writer = DcpWriter(folder, target.shard_bytes, files.add)
             try:
-                manifest = self._write(source, writer, files, count, min(PIECE_BYTES, max(1, budget // 8)))
+                manifest = self._write(source, writer, files, count, piece_bytes(budget))
                 writer.close()
                 manifest = replace(manifest, files=files.infos() | {".metadata": hashed(folder / ".metadata")})
             except BaseException:

@@ -19,7 +19,7 @@ from hp_muon_plugin.checkpoint.formats.torch_dist_common import (
     random_objects,
     uneven_steps,
 )
-from hp_muon_plugin.checkpoint.hashing import PIECE_BYTES, pieces
+from hp_muon_plugin.checkpoint.hashing import piece_bytes, pieces
 from hp_muon_plugin.checkpoint.megatron_names import Style, is_expert, moe_layers_of, place
 from hp_muon_plugin.errors import ConfigError
 
@@ -82,7 +82,7 @@ class TorchDistWriter:
         sharding = sharding_of(source, target)
         writer = DcpWriter(folder, target.shard_bytes)
         try:
-            self._write_tensors(source, writer, target, sharding, count, min(PIECE_BYTES, max(1, budget // 8)))
+            self._write_tensors(source, writer, target, sharding, count, piece_bytes(budget))
             self._write_objects(source, writer, target)
             writer.close()
         except BaseException:
