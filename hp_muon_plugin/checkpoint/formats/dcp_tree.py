@@ -1,0 +1,69 @@
+"""Writing a nested state dict to a DCP folder, tensor by tensor."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hp_muon_plugin.checkpoint.canonical import Target
+from hp_muon_plugin.checkpoint.dcp_write import DcpWriter, row_pieces
+from hp_muon_plugin.checkpoint.lazy import Lazy
+
+
+class DcpTree:
+    """Writes leaves of a nested state dict under flat keys, and keeps their paths as torch's planner does.
+
+    Args:
+        folder: An empty folder.
+        target: How large files are.
+        count: Called with bytes of tensors as they are written.
+        budget: Bytes of tensors to hold at a time.
+    """
+
+    def __init__(self, folder: Path, target: Target, count: Callable[[int], None], budget: int) -> None:
+        self._writer = DcpWriter(folder, target.shard_bytes)
+        self._paths: dict[str, tuple[Any, ...]] = {}
+        self._count = count
+        self._chunk_bytes = max(budget // 8, 2**20)
+
+    def tensor(self, path: tuple[Any, ...], value: Lazy) -> None:
+        """Write a tensor, in as many chunks as memory asks for."""
+        key = self._key(path)
+        self._writer.declare(key, value.shape, value.dtype)
+        if not value.shape:
+            self._writer.write(key, value.rows(), ())
+            self._count(value.nbytes)
+            return
+        rest = (0,) * (len(value.shape) - 1)
+        for start, stop in row_pieces(value.shape, value.dtype.itemsize, self._chunk_bytes):
+            chunk = value.rows(start, stop)
+            self._writer.write(key, chunk, (start, *rest))
+            self._count(chunk.nbytes)
+
+    def value(self, path: tuple[Any, ...], value: Any) -> None:
+        """Write a byte object."""
+        self._writer.add_object(self._key(path), value)
+
+    def nested(self, path: tuple[Any, ...], value: Any) -> None:
+        """Write all leaves of dicts; tensors as tensors, anything else as byte objects."""
+        if isinstance(value, dict) and value:
+            for key, item in value.items():
+                self.nested((*path, key), item)
+        elif isinstance(value, torch.Tensor):
+            self._writer.add(self._key(path), value.contiguous())
+        else:
+            self.value(path, value)
+
+    def close(self) -> None:
+        """Write the metadata."""
+        self._writer.close(self._paths)
+
+    def abandon(self) -> None:
+        """Leave the folder without metadata."""
+        self._writer.abandon()
+
+    def _key(self, path: tuple[Any, ...]) -> str:
+        key = ".".join(str(part) for part in path)
+        self._paths[key] = path
+        return key

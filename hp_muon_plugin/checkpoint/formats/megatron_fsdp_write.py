@@ -1,0 +1,110 @@
+"""Writer of ``fsdp_dtensor``, the checkpoints of Megatron-FSDP."""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hp_muon_plugin.checkpoint import lazy
+from hp_muon_plugin.checkpoint.canonical import Key, Kind, Momentum, Source, Target
+from hp_muon_plugin.checkpoint.formats import names
+from hp_muon_plugin.checkpoint.formats.base import (
+    RECORD,
+    kinds_by_name,
+    masters_round_to_weights,
+    momentum_factor,
+    momentum_of,
+    record,
+)
+from hp_muon_plugin.checkpoint.formats.dcp_tree import DcpTree
+from hp_muon_plugin.checkpoint.formats.megatron_fsdp import NAME
+from hp_muon_plugin.checkpoint.formats.random_states import megatron_random, random_losses
+from hp_muon_plugin.checkpoint.lazy import Lazy
+from hp_muon_plugin.checkpoint.run_values import namespace
+
+_STATE_PREFIX = "module.module.module."
+
+
+class MegatronFsdpWriter:
+    """Writes what Megatron-FSDP loads with ``--ckpt-format fsdp_dtensor``.
+
+    Sizes of ranks do not matter to it: torch's planner reads any chunks. Experts carry their global number.
+    """
+
+    format = NAME
+
+    def losses(self, source: Source, target: Target) -> list[str]:
+        """As :class:`~hp_muon_plugin.checkpoint.canonical.Writer`."""
+        for name, kinds in kinds_by_name(source).items():
+            if Kind.momentum in kinds:
+                momentum_factor(source, target, Momentum.average, name)
+        return random_losses(source.state(), [(0, 0)])
+
+    def write(self, source: Source, folder: Path, target: Target, count: Callable[[int], None], budget: int) -> None:
+        """As :class:`~hp_muon_plugin.checkpoint.canonical.Writer`."""
+        tree = DcpTree(folder, target, count, budget)
+        try:
+            self._write(tree, source, target)
+            tree.close()
+        except BaseException:
+            tree.abandon()
+            raise
+
+    def _write(self, tree: DcpTree, source: Source, target: Target) -> None:
+        state = source.state()
+        gated = _gated(source)
+        for name, kinds in kinds_by_name(source).items():
+            if Kind.buffer in kinds:
+                tree.tensor(("model", f"module.{name}"), lazy.canonical(source, Key(name, Kind.buffer)))
+                continue
+            main = lazy.cast(masters_round_to_weights(source, name), torch.float32)
+            _put(tree, ("model",), f"module.{name}", (), main, name in gated)
+            for kind in kinds:
+                if kind in (Kind.weight, Kind.main):
+                    continue
+                value = lazy.canonical(source, Key(name, kind))
+                if kind == Kind.momentum:
+                    value = lazy.scaled(value, momentum_factor(source, target, Momentum.average, name))
+                _put(tree, ("optimizer", "state"), f"{_STATE_PREFIX}{name}", (kind,), value, name in gated)
+            if name in state.steps:
+                step = lazy.in_memory(torch.tensor(state.steps[name], dtype=torch.float32))
+                _put(tree, ("optimizer", "state"), f"{_STATE_PREFIX}{name}", ("step",), step, name in gated)
+            for hyper, value in state.hyper.get(name, {}).items():
+                tree.value(("optimizer", "param_to_group_meta", f"{_STATE_PREFIX}{name}", hyper), value)
+        tree.value(("args",), megatron_args(state.args, NAME))
+        tree.value(("iteration",), state.iteration)
+        tree.value(("checkpoint_version",), 3.0)
+        tree.value(("num_floating_point_operations_so_far",), state.flops or 0)
+        tree.nested(("opt_param_scheduler",), state.scheduler)
+        for (pipeline, tensor), values in megatron_random(state, [(0, 0)]).items():
+            tree.nested(("rng_state", f"({pipeline}, {tensor})", 0), values)
+        tree.value((RECORD,), record(source, momentum_of(source, target, Momentum.average)))
+
+
+def megatron_args(args: dict[str, Any], ckpt_format: str, **sizes: int) -> argparse.Namespace:
+    """Megatron's arguments as a checkpoint holds them.
+
+    Args:
+        args: Of the source; may be empty.
+        ckpt_format: Format that they name.
+        sizes: Parallel sizes to set.
+    """
+    return namespace({**args, "ckpt_format": ckpt_format, **sizes})
+
+
+def _gated(source: Source) -> set[str]:
+    shapes = {key.name: info.shape for key, info in source.tensors().items() if key.kind in (Kind.weight, Kind.main)}
+    return {name for name in shapes if names.FIRST.search(name) and names.is_gated(name, shapes)}
+
+
+def _put(tree: DcpTree, root: tuple[str, ...], name: str, rest: tuple[str, ...], value: Lazy, gated: bool) -> None:
+    """Write a tensor of a parameter; gate and up projection of a gated layer apart, 0-dim ones under both."""
+    if not gated:
+        tree.tensor((*root, name, *rest), value)
+        return
+    half = value.shape[0] // 2 if value.shape else 0
+    for suffix, start in (("_w", 0), ("_v", half)):
+        part = lazy.cut_rows(value, start, start + half) if value.shape else value
+        tree.tensor((*root, name + suffix, *rest), part)

@@ -1,0 +1,109 @@
+"""Writer of Megatron's ``torch_dcp``."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hp_muon_plugin.checkpoint import lazy
+from hp_muon_plugin.checkpoint.canonical import Key, Kind, Momentum, Source, Target
+from hp_muon_plugin.checkpoint.formats.base import (
+    RECORD,
+    full_precision,
+    kinds_by_name,
+    momentum_factor,
+    momentum_of,
+    record,
+    stored_weight,
+)
+from hp_muon_plugin.checkpoint.formats.dcp_tree import DcpTree
+from hp_muon_plugin.checkpoint.formats.fsdp2_write import extra_states
+from hp_muon_plugin.checkpoint.formats.integer_state import split_optimizers
+from hp_muon_plugin.checkpoint.formats.megatron_fsdp_write import megatron_args
+from hp_muon_plugin.checkpoint.formats.random_states import megatron_random, random_losses
+from hp_muon_plugin.checkpoint.formats.torch_dcp import NAME
+from hp_muon_plugin.checkpoint.megatron_names import registration_order
+
+_NO_STATE = (Kind.weight, Kind.main, Kind.buffer)
+
+
+class TorchDcpWriter:
+    """Writes what Megatron loads with ``--use-torch-fsdp2 --ckpt-format torch_dcp``."""
+
+    format = NAME
+
+    def losses(self, source: Source, target: Target) -> list[str]:
+        """As :class:`~hp_muon_plugin.checkpoint.canonical.Writer`."""
+        for name, kinds in kinds_by_name(source).items():
+            if Kind.momentum in kinds:
+                momentum_factor(source, target, Momentum.average, name)
+        return random_losses(source.state(), [(0, 0)])
+
+    def write(self, source: Source, folder: Path, target: Target, count: Callable[[int], None], budget: int) -> None:
+        """As :class:`~hp_muon_plugin.checkpoint.canonical.Writer`."""
+        tree = DcpTree(folder, target, count, budget)
+        try:
+            self._write(tree, source, target)
+            tree.close()
+        except BaseException:
+            tree.abandon()
+            raise
+
+    def _write(self, tree: DcpTree, source: Source, target: Target) -> None:
+        state = source.state()
+        kinds = kinds_by_name(source)
+        order = sorted(kinds, key=registration_order)
+        for name in order:
+            buffer = Key(name, Kind.buffer)
+            whole = lazy.canonical(source, buffer) if Kind.buffer in kinds[name] else stored_weight(source, name)
+            tree.tensor(("model", name), whole)
+        for module in extra_states({name: [name] for name in order}):
+            tree.value(("model", module), None)
+        params = [name for name in order if Kind.buffer not in kinds[name]]
+        optimizers = split_optimizers(state.hyper, params, frozenset()) if state.hyper else []
+        for index, groups in enumerate(optimizers):
+            root = ("optimizer", index) if len(optimizers) > 1 else ("optimizer",)
+            _put_optimizer(tree, source, target, root, groups, kinds)
+        tree.value(("args",), megatron_args(state.args, NAME))
+        tree.value(("iteration",), state.iteration)
+        tree.value(("checkpoint_version",), 3.0)
+        tree.value(("num_floating_point_operations_so_far",), state.flops or 0)
+        tree.nested(("opt_param_scheduler",), state.scheduler)
+        for values in megatron_random(state, [(0, 0)]).values():
+            tree.nested(("rng_state", 0), values)
+        members = [owned for groups in optimizers for _, owned in groups]
+        tree.value((RECORD,), {**record(source, momentum_of(source, target, Momentum.average)), "members": members})
+
+
+def _put_optimizer(
+    tree: DcpTree,
+    source: Source,
+    target: Target,
+    root: tuple[Any, ...],
+    groups: list[tuple[dict[str, Any], list[str]]],
+    kinds: dict[str, list[str]],
+) -> None:
+    state = source.state()
+    half = any(Kind.main in kinds[name] for _, names in groups for name in names)
+    inner = (*root, "optimizer") if half else root
+    number = 0
+    for index, (values, owned) in enumerate(groups):
+        masters = 0
+        for name in owned:
+            for kind in kinds[name]:
+                if kind in _NO_STATE:
+                    continue
+                factor = momentum_factor(source, target, Momentum.average, name) if kind == Kind.momentum else 1.0
+                value = lazy.scaled(lazy.canonical(source, Key(name, kind)), factor)
+                tree.tensor((*inner, "state", str(number), kind), value)
+            if name in state.steps:
+                step = lazy.in_memory(torch.tensor(state.steps[name], dtype=torch.float32))
+                tree.tensor((*inner, "state", str(number), "step"), step)
+            if Kind.main in kinds[name]:
+                tree.tensor((*root, "fp32_from_fp16_params", index, masters), full_precision(source, name))
+                masters += 1
+            number += 1
+        first = number - len(owned)
+        for key, value in {**values, "params": list(range(first, number))}.items():
+            tree.value((*inner, "param_groups", index, key), value)
