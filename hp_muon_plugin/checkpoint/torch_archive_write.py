@@ -18,7 +18,7 @@ MAX_BYTES = 2**32 - 2**20
 _LOCAL = struct.Struct("<IHHHHHIIIHH")
 _CENTRAL = struct.Struct("<IHHHHHHIIIHHHHHII")
 _END = struct.Struct("<IHHHHIIH")
-_STORAGES = {
+STORAGES = {
     torch.float64: torch.DoubleStorage,
     torch.float32: torch.FloatStorage,
     torch.float16: torch.HalfStorage,
@@ -53,13 +53,13 @@ class _Described:
 class _Pickler(pickle.Pickler):
     def persistent_id(self, value: Any) -> Any:
         if isinstance(value, _Reference):
-            return ("storage", _STORAGES[value.dtype], "0", "cpu", value.numel)
+            return ("storage", STORAGES[value.dtype], "0", "cpu", value.numel)
         return None
 
 
 def is_writable(dtype: torch.dtype) -> bool:
     """Whether :func:`tensor_parts` knows the dtype."""
-    return dtype in _STORAGES
+    return dtype in STORAGES
 
 
 def tensor_parts(tensor: torch.Tensor) -> list[bytes | memoryview]:

@@ -42,6 +42,27 @@ FORMATS = {
             "torch_dist:open_source",
             "torch_dist:TorchDistWriter",
         ),
+        Format("torch", "Megatron's legacy mp_rank_* folders", "legacy:open_legacy", "legacy_write:LegacyWriter"),
+        Format(
+            "fsdp_dtensor",
+            "Megatron-FSDP",
+            "megatron_fsdp:open_fsdp_dtensor",
+            "megatron_fsdp_write:MegatronFsdpWriter",
+        ),
+        Format("fsdp2", "torch FSDP2 with DCP, by names", "fsdp2:open_fsdp2", "fsdp2_write:Fsdp2Writer"),
+        Format(
+            "torch_dcp",
+            "Megatron's own torch FSDP2, by numbers",
+            "torch_dcp:open_torch_dcp",
+            "torch_dcp_write:TorchDcpWriter",
+        ),
+        Format(
+            "hyper_parallel",
+            "HyperParallel's own",
+            "hyper_parallel:open_hyper_parallel",
+            "hyper_parallel_write:HyperParallelWriter",
+        ),
+        Format("hf", "Hugging Face safetensors, weights only", "hf:open_hf", "hf_write:HfWriter"),
     )
 }
 

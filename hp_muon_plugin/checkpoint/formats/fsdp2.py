@@ -1,7 +1,7 @@
 """Reader of torch FSDP2 checkpoints: a model and its optimizer, saved by name with torch.distributed.checkpoint."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,25 @@ _ITERATIONS = ("iteration", "global_step", "step", "train_state.step")
 _SCHEDULERS = ("lr_scheduler.", "scheduler.", "opt_param_scheduler.")
 
 
+@dataclass(frozen=True, slots=True)
+class Keyed:
+    """A folder of tensors and byte objects under flat keys.
+
+    Attributes:
+        path: The folder.
+        tensors: By key.
+        objects: Keys of byte objects.
+        object: Reads one.
+        close: Closes files.
+    """
+
+    path: Path
+    tensors: dict[str, Lazy]
+    objects: list[str]
+    object: Callable[[str], Any]
+    close: Callable[[], None]
+
+
 @dataclass(slots=True)
 class _Keys:
     """Keys of a folder by what they are."""
@@ -51,16 +70,30 @@ def open_fsdp2(path: Path, folder: DcpFolder | None = None) -> LazySource:
         CheckpointError: If metadata is missing or damaged, or no key is a model's.
     """
     folder = folder or DcpFolder(path)
+    tensors = {key: lazy.in_dcp(folder, key) for key in folder.tensors}
+    return by_name(NAME, Keyed(path, tensors, list(folder.objects), folder.object, folder.close))
+
+
+def by_name(format_name: str, folder: Keyed) -> LazySource:
+    """A source of a folder in which a model and its optimizer are saved by name.
+
+    Args:
+        format_name: Name of the format.
+        folder: The folder.
+
+    Raises:
+        CheckpointError: If no key is a model's.
+    """
     keys = _sorted_out(folder)
     if not keys.model:
         raise CheckpointError(
-            f"{path} has no key that begins with model. or contains .model.; keys are such as "
+            f"{folder.path} has no key that begins with model. or contains .model.; keys are such as "
             f"{', '.join(list(folder.tensors)[:3])}\n  fix: save as dict(model=..., optim=...)"
         )
     found = folder.object(RECORD) if RECORD in folder.objects else None
     tensors = dict(_tensors(folder, keys, recorded_dtypes(found)))
     _drop_alias(tensors, {name for name, _ in keys.state})
-    return LazySource(NAME, path, tensors, lambda: _state(folder, keys, found, tensors), folder.close)
+    return LazySource(format_name, folder.path, tensors, lambda: _state(folder, keys, found, tensors), folder.close)
 
 
 def clean(name: str) -> str:
@@ -68,7 +101,7 @@ def clean(name: str) -> str:
     return _WRAPPERS.sub("", name).removeprefix(".")
 
 
-def _sorted_out(folder: DcpFolder) -> _Keys:
+def _sorted_out(folder: Keyed) -> _Keys:
     keys = _Keys()
     for key in [*folder.tensors, *folder.objects]:
         if key.startswith((RECORD, *_SCHEDULERS)):
@@ -81,12 +114,12 @@ def _sorted_out(folder: DcpFolder) -> _Keys:
     return keys
 
 
-def _tensors(folder: DcpFolder, keys: _Keys, dtypes: dict[str, torch.dtype]) -> Iterator[tuple[Key, Lazy]]:
+def _tensors(folder: Keyed, keys: _Keys, dtypes: dict[str, torch.dtype]) -> Iterator[tuple[Key, Lazy]]:
     trained = {name for name, _ in keys.state}
     for name, key in keys.model.items():
         if key not in folder.tensors or name.endswith(names.EXTRA_STATE):
             continue
-        for single, tensor in names.single_experts(name, lazy.in_dcp(folder, key)):
+        for single, tensor in names.single_experts(name, folder.tensors[key]):
             low = dtypes.get(single)
             if names.is_buffer(single):
                 yield Key(single, Kind.buffer), tensor
@@ -103,7 +136,7 @@ def _tensors(folder: DcpFolder, keys: _Keys, dtypes: dict[str, torch.dtype]) -> 
                 f"{folder.path}: optimizer state of {name}, which the model does not have; it has such as "
                 f"{', '.join(list(keys.model)[:3])} and state of {', '.join(sorted(trained)[:3])}"
             )
-        for single, tensor in names.single_experts(name, lazy.in_dcp(folder, key)):
+        for single, tensor in names.single_experts(name, folder.tensors[key]):
             yield Key(single, kind), tensor
 
 
@@ -116,7 +149,7 @@ def _drop_alias(tensors: dict[Key, Lazy], trained: set[str]) -> None:
         del tensors[Key(names.OUTPUT, Kind.weight)]
 
 
-def _state(folder: DcpFolder, keys: _Keys, found: Any, tensors: dict[Key, Lazy]) -> RunState:
+def _state(folder: Keyed, keys: _Keys, found: Any, tensors: dict[Key, Lazy]) -> RunState:
     state = recorded_state(found, str(folder.path))
     for key in _ITERATIONS:
         if key in folder.objects or key in folder.tensors:
@@ -150,7 +183,7 @@ def _take_momentum(state: RunState, tensors: dict[Key, Lazy]) -> None:
         state.momentum = Momentum.average
 
 
-def _hyper(folder: DcpFolder, keys: _Keys) -> Iterator[tuple[str, dict[str, Any]]]:
+def _hyper(folder: Keyed, keys: _Keys) -> Iterator[tuple[str, dict[str, Any]]]:
     """Values of each parameter, from groups with lists of names or from one entry per parameter."""
     groups: dict[str, dict[str, Any]] = {}
     for (name, hyper), key in keys.group.items():
@@ -164,12 +197,12 @@ def _hyper(folder: DcpFolder, keys: _Keys) -> Iterator[tuple[str, dict[str, Any]
             yield clean(str(param)), dict(values)
 
 
-def _singles(folder: DcpFolder, keys: _Keys, name: str) -> list[str]:
+def _singles(folder: Keyed, keys: _Keys, name: str) -> list[str]:
     key = keys.model.get(name)
     if key is None or key not in folder.tensors:
         return [name]
-    return [single for single, _ in names.single_experts(name, lazy.in_dcp(folder, key))]
+    return [single for single, _ in names.single_experts(name, folder.tensors[key])]
 
 
-def _small(folder: DcpFolder, key: str) -> Any:
-    return folder.object(key) if key in folder.objects else folder.read(key)
+def _small(folder: Keyed, key: str) -> Any:
+    return folder.tensors[key].rows() if key in folder.tensors else folder.object(key)

@@ -190,7 +190,7 @@ def single_experts(name: str, tensor: Lazy, *, first: int = 0, local: int | None
 
 
 def _grouped_mlp(prefix: str, which: int, tensor: Lazy, first: int, local: int | None) -> Iterator[tuple[str, Lazy]]:
-    """GroupedMLP's parameters: (H, E * 2F) and (E * F, H), which hold E matrices (H, 2F) and (F, H) one after another."""
+    """GroupedMLP's (H, E * 2F) and (E * F, H), which hold E matrices (H, 2F) and (F, H) one after another."""
     if not local:
         raise CheckpointError(f"{prefix}.weight{which}: the number of experts is not in the checkpoint")
     flat = lazy.flat_of([(0, tensor)], prod(tensor.shape))
