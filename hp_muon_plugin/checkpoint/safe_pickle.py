@@ -74,7 +74,7 @@ _VALUES: dict[tuple[str, str], Any] = {
     ("torch.storage", "UntypedStorage"): torch.uint8,
     ("torch._utils", "_rebuild_tensor_v2"): tensor,
     ("torch._utils", "_rebuild_parameter"): parameter,
-    ("torch.tensor", "_rebuild_from_type_v2"): typed_tensor,
+    ("torch._tensor", "_rebuild_from_type_v2"): typed_tensor,
     # torch_npu writes the plain layout and casts to the device's own on load: the last argument may be ignored.
     ("torch_npu.utils.storage", "_rebuild_npu_tensor"): tensor,
     ("torch", "Tensor"): Marker,

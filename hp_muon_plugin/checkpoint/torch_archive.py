@@ -178,16 +178,17 @@ def load(files: Files, file: str, start: int = 0, length: int | None = None, wha
         CheckpointError: If it is damaged, or wants a class that is not on the list.
     """
     archive = Archive(files, file, start, length, what)
-    return _filled(archive.value, files, archive, what)
+    return filled(archive.value, files, archive, what)
 
 
-def _filled(value: Any, files: Files, archive: Archive, what: str) -> Any:
+def filled(value: Any, files: Files, archive: Archive, what: str) -> Any:
+    """A value of an archive with its tensors read into memory, as :func:`load`."""
     if isinstance(value, Stored):
         return read_whole(files, archive.located(value), what)
     if isinstance(value, dict):
-        return {key: _filled(item, files, archive, what) for key, item in value.items()}
+        return {key: filled(item, files, archive, what) for key, item in value.items()}
     if isinstance(value, argparse.Namespace):
-        return argparse.Namespace(**_filled(vars(value), files, archive, what))
+        return argparse.Namespace(**filled(vars(value), files, archive, what))
     if type(value) in (list, tuple):
-        return type(value)(_filled(item, files, archive, what) for item in value)
+        return type(value)(filled(item, files, archive, what) for item in value)
     return value

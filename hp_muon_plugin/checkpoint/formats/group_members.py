@@ -13,7 +13,7 @@ class Param:
     """A parameter as Megatron's optimizer sees it.
 
     Attributes:
-        name: Its name.
+        name: Its name; a number of its model chunk and a slash may stand before it.
         shape: Its shape on the rank.
         expert_parallel: Whether it is on some ranks only: a routed expert with more than one expert-parallel rank.
     """
@@ -21,6 +21,11 @@ class Param:
     name: str
     shape: tuple[int, ...]
     expert_parallel: bool
+
+    @property
+    def module_name(self) -> str:
+        """Its name in the chunk."""
+        return self.name.rpartition("/")[2]
 
 
 def is_muon(group: Mapping[str, Any]) -> bool:
@@ -30,7 +35,7 @@ def is_muon(group: Mapping[str, Any]) -> bool:
 
 def muon_takes(param: Param) -> bool:
     """Whether Megatron gives a parameter to Muon when Muon is the optimizer."""
-    embedding = param.name.startswith(("embedding.", "output_layer."))
+    embedding = param.module_name.startswith(("embedding.", "output_layer."))
     return len(param.shape) == 2 and not embedding
 
 
@@ -67,8 +72,8 @@ def members(
 
 def no_decay(param: Param, args: Mapping[str, Any]) -> bool:
     """Whether Megatron leaves a parameter out of weight decay."""
-    if args.get("apply_wd_to_qk_layernorm") and "q_layernorm." in param.name or "k_layernorm." in param.name:
-        return not args.get("apply_wd_to_qk_layernorm")
+    if args.get("apply_wd_to_qk_layernorm") and ("q_layernorm." in param.name or "k_layernorm." in param.name):
+        return False
     return param.name.endswith(".bias") or len(param.shape) == 1
 
 
@@ -79,5 +84,5 @@ def _fits(group: Mapping[str, Any], param: Param, args: Mapping[str, Any], any_m
         return False
     if any_muon and is_muon(group) != muon_takes(param):
         return False
-    decoupled = args.get("decoupled_lr") is not None and param.name in (names.EMBEDDING, names.OUTPUT)
+    decoupled = args.get("decoupled_lr") is not None and param.module_name in (names.EMBEDDING, names.OUTPUT)
     return bool(group.get("is_decoupled_lr", False)) == decoupled
