@@ -139,6 +139,8 @@ def megatron_values(values: Mapping[str, Any], expert_parallel: bool) -> dict[st
         values: Of the source, which may be torch's alone.
         expert_parallel: Whether the group's parameters are on some ranks only.
     """
+    if "wd_mult" in values:
+        return {**values, "is_expert_parallel": expert_parallel}
     rate = values.get("lr", 0.0)
     return {
         "wd_mult": 1.0 if values.get("weight_decay", 0.0) else 0.0,

@@ -181,5 +181,8 @@ def _state(path: Path, ranks: list[RankFile], found: _Found, tensors: dict[Key, 
             state.random[name] = {"states": plain(values)}
     if record is None and any(key.kind == Kind.momentum for key in tensors):
         state.momentum = Momentum.average
+    there = {key.name for key in tensors}
+    state.steps = {name: step for name, step in state.steps.items() if name in there}
+    state.hyper = {name: values for name, values in state.hyper.items() if name in there}
     state.model = {**state.model, **model_facts([key.name for key in tensors]), "legacy_optimizer": found.form}
     return state

@@ -1,0 +1,259 @@
+"""Writer of Megatron's legacy checkpoints."""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hp_muon_plugin.checkpoint import lazy
+from hp_muon_plugin.checkpoint.canonical import Kind, Momentum, RunState, Source, Target
+from hp_muon_plugin.checkpoint.formats import names
+from hp_muon_plugin.checkpoint.formats.base import RECORD, momentum_factor, momentum_of, record
+from hp_muon_plugin.checkpoint.formats.flat_layout import layout
+from hp_muon_plugin.checkpoint.formats.fsdp2_write import extra_states
+from hp_muon_plugin.checkpoint.formats.integer_state import split_optimizers
+from hp_muon_plugin.checkpoint.formats.legacy import NAME
+from hp_muon_plugin.checkpoint.formats.legacy_plan import Plan, Rank, plan
+from hp_muon_plugin.checkpoint.formats.legacy_rank import MODEL_FILE, OPTIMIZER_FILE
+from hp_muon_plugin.checkpoint.formats.megatron_fsdp_write import megatron_args
+from hp_muon_plugin.checkpoint.formats.random_states import rank_name
+from hp_muon_plugin.checkpoint.lazy import Lazy
+from hp_muon_plugin.checkpoint.run_values import random_state
+from hp_muon_plugin.checkpoint.torch_archive_stream import write_archive
+from hp_muon_plugin.errors import ConfigError
+
+_NO_STATE = (Kind.weight, Kind.main, Kind.buffer)
+_FORMS = ("distributed", "plain")
+Groups = list[list[tuple[dict[str, Any], list[str]]]]
+
+
+class LegacyWriter:
+    """Writes ``mp_rank_*`` folders for any tensor, pipeline and expert size.
+
+    ``Target.sharding`` is ``distributed`` (DistributedOptimizer) or ``plain`` (without it, as Megatron's Muon).
+    """
+
+    format = NAME
+
+    def losses(self, source: Source, target: Target) -> list[str]:
+        """As :class:`~hp_muon_plugin.checkpoint.canonical.Writer`."""
+        made, state = plan(source, target), source.state()
+        for name, kinds in made.kinds.items():
+            if Kind.momentum in kinds:
+                momentum_factor(source, target, Momentum.average, name)
+        found = []
+        missing = [rank for rank in made.ranks() if _random(state, rank) is None]
+        if missing:
+            found.append(
+                f"random state of {len(missing)} of {len(made.ranks())} ranks: the source has none as Megatron keeps "
+                "it, so load with --no-load-rng; those ranks then start from the seed"
+            )
+        form = _form(made)
+        if form == "distributed" and _uneven_steps(state, _groups(made)):
+            found.append("steps of parameters of one group that differ: DistributedOptimizer keeps one for each group")
+        for name in (names.EMBEDDING, names.OUTPUT):
+            rows = next((info.shape[0] for key, info in source.tensors().items() if key.name == name), None)
+            if rows is not None and rows > made.shapes[name][0]:
+                found.append(f"{rows - made.shapes[name][0]} rows of padding of {name}")
+        return found
+
+    def write(self, source: Source, folder: Path, target: Target, count: Callable[[int], None], budget: int) -> None:
+        """As :class:`~hp_muon_plugin.checkpoint.canonical.Writer`."""
+        made = plan(source, target)
+        form, groups, chunk = _form(made), _groups(made), max(budget // 8, 2**20)
+        for rank in made.ranks():
+            here = folder / _folder(made, rank)
+            here.mkdir()
+            members = made.members(rank)
+            value = _model_file(made, rank, members)
+            if form != "none":
+                owned = [[(values, _on_rank(names_, members)) for values, names_ in part] for part in groups]
+                value["optimizer"] = _one_or_list(
+                    [_group_file(part, form, made, rank, members, source.state()) for part in owned]
+                )
+                value[RECORD]["members"] = [[f"0/{name}" for name in item] for part in owned for _, item in part]
+                if form == "distributed":
+                    flats = [_buffers(made, rank, part, members, index, len(owned)) for index, part in enumerate(owned)]
+                    write_archive(here / OPTIMIZER_FILE, _one_or_list(flats), count, chunk)
+            write_archive(here / MODEL_FILE, value, count, chunk)
+
+
+def _folder(made: Plan, rank: Rank) -> str:
+    name = f"mp_rank_{rank.tensor:02d}"
+    name += f"_{rank.pipeline:03d}" if made.target.pp > 1 else ""
+    return name + (f"_{rank.expert:03d}" if made.target.ep > 1 else "")
+
+
+def _one_or_list(values: list[Any]) -> Any:
+    return values[0] if len(values) == 1 else values
+
+
+def _form(made: Plan) -> str:
+    """Which form the optimizer state takes; ``none`` without groups or state."""
+    state, wanted = made.source.state(), made.target.sharding
+    if wanted is not None and wanted not in _FORMS:
+        raise ConfigError("sharding", wanted, "no form of a legacy checkpoint", f"write one of {', '.join(_FORMS)}")
+    kinds = {name: set(kinds) - set(_NO_STATE) for name, kinds in made.kinds.items() if Kind.buffer not in kinds}
+    if not state.hyper or not any(kinds.values()):
+        return "none"
+    uniform = len({frozenset(item) for item in kinds.values()}) == 1 and Kind.momentum not in next(iter(kinds.values()))
+    if wanted == "distributed" and not uniform:
+        raise ConfigError(
+            "sharding", wanted, "DistributedOptimizer keeps the same state for every parameter", "write sharding=plain"
+        )
+    return wanted or ("plain" if not uniform or state.model.get("legacy_optimizer") == "plain" else "distributed")
+
+
+def _groups(made: Plan) -> Groups:
+    """Groups of the whole model: Megatron has the same on every rank, some of them empty."""
+    params = [name for name in made.order if Kind.buffer not in made.kinds[name]]
+    apart = frozenset(name for name in params if made.target.ep > 1 and names.is_expert(name))
+    return split_optimizers(made.source.state().hyper, params, apart)
+
+
+def _on_rank(owned: list[str], members: dict[str, str]) -> list[str]:
+    wanted = set(owned)
+    return [local for local, name in members.items() if name in wanted]
+
+
+def _uneven_steps(state: RunState, groups: Groups) -> bool:
+    each = [{state.steps[name] for name in owned if name in state.steps} for part in groups for _, owned in part]
+    return any(len(steps) > 1 for steps in each)
+
+
+def _model_file(made: Plan, rank: Rank, members: dict[str, str]) -> dict[str, Any]:
+    source, target = made.source, made.target
+    state = source.state()
+    model: OrderedDict[str, Any] = OrderedDict()
+    for local, name in members.items():
+        model[local] = made.tensor(name, Kind.buffer if Kind.buffer in made.kinds[name] else Kind.weight, rank)
+    for module in extra_states({local: [local] for local in members}):
+        model[module] = None
+    sizes = {
+        "tensor_model_parallel_size": target.tp,
+        "pipeline_model_parallel_size": target.pp,
+        "expert_model_parallel_size": target.ep,
+        "expert_tensor_parallel_size": target.tp,
+        "iteration": state.iteration,
+    }
+    if names.EMBEDDING in made.shapes:
+        sizes["padded_vocab_size"] = made.shapes[names.EMBEDDING][0]
+        sizes["untie_embeddings_and_output_weights"] = not made.tied
+    if state.consumed_samples is not None:
+        sizes["consumed_train_samples"] = state.consumed_samples
+    value: dict[str, Any] = {
+        "args": megatron_args(state.args, NAME, **sizes),
+        "checkpoint_version": 3.0,
+        "iteration": state.iteration,
+        "model": model,
+        "opt_param_scheduler": state.scheduler,
+        "num_floating_point_operations_so_far": state.flops or 0,
+        RECORD: record(source, momentum_of(source, target, Momentum.average)),
+    }
+    random = _random(state, rank)
+    if random is not None:
+        value["rng_state"] = [random]
+    return value
+
+
+def _random(state: RunState, rank: Rank) -> dict[str, Any] | None:
+    """Random state of a rank: its own where experts have theirs, else that of its tensor and pipeline rank."""
+    own = rank_name(rank.pipeline, rank.tensor, expert=rank.expert or None)
+    found = state.random.get(own)
+    if isinstance(found, dict) and isinstance(found.get("states"), dict) and "rng_tracker_states" in found["states"]:
+        restored: dict[str, Any] = random_state(found["states"])
+        return restored
+    return None
+
+
+def _group_file(
+    part: list[tuple[dict[str, Any], list[str]]],
+    form: str,
+    made: Plan,
+    rank: Rank,
+    members: dict[str, str],
+    state: RunState,
+) -> dict[str, Any]:
+    """An optimizer's entry in the model file."""
+    if form == "distributed":
+        groups = []
+        for values, owned in part:
+            steps = [state.steps[members[name]] for name in owned if members[name] in state.steps]
+            groups.append({**values, **({"step": steps[0]} if steps else {})})
+        return {"optimizer": {"param_groups": groups}}
+    ids: dict[str, int] = {}
+    groups = []
+    for values, owned in part:
+        first = len(ids)
+        ids.update({name: first + index for index, name in enumerate(owned)})
+        groups.append({**values, "params": [ids[name] for name in owned]})
+    inner = {
+        "state": {number: _state_of(made, rank, members[name], state) for name, number in ids.items()},
+        "param_groups": groups,
+    }
+    masters = [
+        [made.tensor(members[name], Kind.main, rank) for name in owned if Kind.main in made.kinds[members[name]]]
+        for _, owned in part
+    ]
+    if any(Kind.main in kinds for kinds in made.kinds.values()):
+        return {"optimizer": inner, "fp32_from_fp16_params": masters}
+    return inner
+
+
+def _state_of(made: Plan, rank: Rank, name: str, state: RunState) -> dict[str, Any]:
+    found: dict[str, Any] = {kind: made.tensor(name, kind, rank) for kind in made.kinds[name] if kind not in _NO_STATE}
+    if name in state.steps:
+        found["step"] = lazy.in_memory(torch.tensor(state.steps[name], dtype=torch.float32))
+    return found
+
+
+def _buffers(
+    made: Plan,
+    rank: Rank,
+    part: list[tuple[dict[str, Any], list[str]]],
+    members: dict[str, str],
+    index: int,
+    count: int,
+) -> dict[Any, Any] | None:
+    """Flat buffers of an optimizer; dense ones are kept by the first expert-parallel rank alone."""
+    if count > 1 and index == 0 and rank.expert > 0:
+        return None
+    wanted = {name for _, owned in part for name in owned}
+    by_dtype: dict[torch.dtype, list[str]] = {}
+    for local in members:
+        if local in wanted:
+            dtype = made.tensor(members[local], Kind.weight, rank).dtype
+            by_dtype.setdefault(dtype, []).append(local)
+    found: dict[Any, Any] = {"buckets_coalesced": True}
+    for number, (dtype, owned) in enumerate(by_dtype.items()):
+        alone = made.tied and made.target.pp > 1
+        shapes = {local: made.tensor(members[local], Kind.weight, rank).shape for local in owned}
+        entries = [(local, prod(shapes[local]), alone and local in (names.EMBEDDING, names.OUTPUT)) for local in owned]
+        starts, total = layout(entries)
+        kinds = [kind for kind in made.kinds[members[owned[0]]] if kind not in _NO_STATE]
+        flats: dict[str, Any] = {"param": _flat(made, rank, members, starts, total, None)}
+        flats |= {kind: _flat(made, rank, members, starts, total, kind) for kind in kinds}
+        found[number] = {(dtype, torch.float32): {**flats, "numel_unpadded": total}}
+    return found
+
+
+def _flat(
+    made: Plan, rank: Rank, members: dict[str, str], starts: dict[str, int], total: int, kind: str | None
+) -> Lazy:
+    """A flat buffer; of masters, or weights where those are the masters, for None."""
+    parts = []
+    for local, start in sorted(starts.items(), key=lambda item: item[1]):
+        name = members[local]
+        own = kind or (Kind.main if Kind.main in made.kinds[name] else Kind.weight)
+        parts.append(
+            (
+                start,
+                lazy.cast(made.tensor(name, own, rank), torch.float32)
+                if kind is None
+                else made.tensor(name, own, rank),
+            )
+        )
+    return lazy.flat_of(parts, total)
