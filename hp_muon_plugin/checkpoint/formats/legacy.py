@@ -22,6 +22,7 @@ from hp_muon_plugin.checkpoint.formats.base import (
 from hp_muon_plugin.checkpoint.formats.legacy_optimizer import rank_optimizer
 from hp_muon_plugin.checkpoint.formats.legacy_rank import MODEL_FILE, RankFile, rank_files
 from hp_muon_plugin.checkpoint.formats.random_states import rank_name
+from hp_muon_plugin.checkpoint.formats.spelling import facts_of
 from hp_muon_plugin.checkpoint.lazy import Lazy
 from hp_muon_plugin.checkpoint.run_values import plain
 from hp_muon_plugin.errors import CheckpointError
@@ -182,7 +183,8 @@ def _state(path: Path, ranks: list[RankFile], found: _Found, tensors: dict[Key, 
     if record is None and any(key.kind == Kind.momentum for key in tensors):
         state.momentum = Momentum.average
     there = {key.name for key in tensors}
+    spelt = facts_of(name for rank in ranks for chunk in rank.chunks for name in chunk)
     state.steps = {name: step for name, step in state.steps.items() if name in there}
     state.hyper = {name: values for name, values in state.hyper.items() if name in there}
-    state.model = {**state.model, **model_facts([key.name for key in tensors]), "legacy_optimizer": found.form}
+    state.model = {**state.model, **model_facts([key.name for key in tensors]), "legacy_optimizer": found.form, **spelt}
     return state

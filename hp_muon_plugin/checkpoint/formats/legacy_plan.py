@@ -1,5 +1,6 @@
 """Which rank of a legacy Megatron checkpoint gets what: stages, experts, tensor-parallel parts, padded vocabulary."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -7,6 +8,7 @@ from hp_muon_plugin.checkpoint import lazy
 from hp_muon_plugin.checkpoint.canonical import Key, Kind, Momentum, Source, Target
 from hp_muon_plugin.checkpoint.formats import names
 from hp_muon_plugin.checkpoint.formats.base import kinds_by_name, momentum_factor
+from hp_muon_plugin.checkpoint.formats.spelling import spelling
 from hp_muon_plugin.checkpoint.lazy import Lazy
 from hp_muon_plugin.checkpoint.megatron_names import registration_order
 from hp_muon_plugin.errors import ConfigError
@@ -54,7 +56,8 @@ class Plan:
 
     def members(self, rank: Rank) -> dict[str, str]:
         """Names on a rank, in its model's order, each with the canonical name that it stands for."""
-        found = {local: name for name in self.order if (local := self._local(name, rank)) is not None}
+        spell = spelling(self.source, self.target)
+        found = {local: name for name in self.order if (local := self._local(name, rank, spell)) is not None}
         if self.tied and self.target.pp > 1 and rank.pipeline == self.target.pp - 1:
             found[names.OUTPUT] = names.EMBEDDING
         return {name: found[name] for name in sorted(found, key=registration_order)}
@@ -82,24 +85,22 @@ class Plan:
         local = self.source.state().args.get("transformer_impl") != "transformer_engine"
         return names.cut_of(name, gated=name in self.gated, down_cut=local)
 
-    def _local(self, name: str, rank: Rank) -> str | None:
+    def _local(self, name: str, rank: Rank, spell: Callable[[str], str]) -> str | None:
         """Name of a parameter on a rank; None if it is not there."""
         first, last = rank.pipeline == 0, rank.pipeline == self.target.pp - 1
-        layer = names.layer_index(name)
-        if layer is None:
-            there = first if name.startswith("embedding.") else last
-            if not there:
+        layer, expert = names.layer_index(name), names.expert_index(name)
+        if layer is None and not (first if name.startswith("embedding.") else last):
+            return None
+        per_stage = max(1, self.num_layers // self.target.pp)
+        if layer is not None and layer // per_stage != rank.pipeline:
+            return None
+        if expert is not None:
+            per_rank = self.num_experts // self.target.ep
+            if expert // per_rank != rank.expert:
                 return None
-        else:
-            per_stage = self.num_layers // self.target.pp
-            if layer // per_stage != rank.pipeline:
-                return None
-            name = names.with_layer(name, layer % per_stage)
-        expert = names.expert_index(name)
-        if expert is None:
-            return name
-        per_rank = self.num_experts // self.target.ep
-        return names.with_expert(name, expert % per_rank) if expert // per_rank == rank.expert else None
+            name = names.with_expert(name, expert % per_rank)
+        name = spell(name)  # by its place in the whole model: layers with and without experts differ
+        return name if layer is None else names.with_layer(name, layer % per_stage)
 
 
 def plan(source: Source, target: Target) -> Plan:

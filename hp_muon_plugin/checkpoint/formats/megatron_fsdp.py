@@ -21,6 +21,7 @@ from hp_muon_plugin.checkpoint.formats.base import (
     take_args,
 )
 from hp_muon_plugin.checkpoint.formats.random_states import rank_name
+from hp_muon_plugin.checkpoint.formats.spelling import facts_of
 from hp_muon_plugin.checkpoint.lazy import Lazy
 from hp_muon_plugin.checkpoint.run_values import plain
 from hp_muon_plugin.errors import CheckpointError
@@ -115,10 +116,10 @@ def _state(folder: DcpFolder, args: dict[str, Any], found: Any, tensors: dict[Ke
             whole, hyper = key.removeprefix(GROUP).rsplit(".", 1)
             for single in _canonical_names(names.bare(whole)):
                 state.hyper.setdefault(single, {})[hyper] = plain(folder.object(key))
-    state.random = random_state(folder) or state.random
+    state.random = {**state.random, **random_state(folder)}
     if found is None and any(key.kind == Kind.momentum for key in tensors):
         state.momentum = Momentum.average
-    state.model = {**state.model, **model_facts([key.name for key in tensors])}
+    state.model = {**state.model, **model_facts([key.name for key in tensors]), **facts_of(folder.tensors)}
     return state
 
 

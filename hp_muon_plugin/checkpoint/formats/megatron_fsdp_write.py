@@ -21,6 +21,7 @@ from hp_muon_plugin.checkpoint.formats.base import (
 from hp_muon_plugin.checkpoint.formats.dcp_tree import DcpTree
 from hp_muon_plugin.checkpoint.formats.megatron_fsdp import NAME
 from hp_muon_plugin.checkpoint.formats.random_states import megatron_random, random_losses
+from hp_muon_plugin.checkpoint.formats.spelling import spelling
 from hp_muon_plugin.checkpoint.lazy import Lazy
 from hp_muon_plugin.checkpoint.run_values import namespace
 
@@ -54,25 +55,25 @@ class MegatronFsdpWriter:
 
     def _write(self, tree: DcpTree, source: Source, target: Target) -> None:
         state = source.state()
-        gated = _gated(source)
+        gated, spell = _gated(source), spelling(source, target)
         for name, kinds in kinds_by_name(source).items():
             if Kind.buffer in kinds:
-                tree.tensor(("model", f"module.{name}"), lazy.canonical(source, Key(name, Kind.buffer)))
+                tree.tensor(("model", f"module.{spell(name)}"), lazy.canonical(source, Key(name, Kind.buffer)))
                 continue
             main = lazy.cast(masters_round_to_weights(source, name), torch.float32)
-            _put(tree, ("model",), f"module.{name}", (), main, name in gated)
+            _put(tree, ("model",), f"module.{spell(name)}", (), main, name in gated)
             for kind in kinds:
                 if kind in (Kind.weight, Kind.main):
                     continue
                 value = lazy.canonical(source, Key(name, kind))
                 if kind == Kind.momentum:
                     value = lazy.scaled(value, momentum_factor(source, target, Momentum.average, name))
-                _put(tree, ("optimizer", "state"), f"{_STATE_PREFIX}{name}", (kind,), value, name in gated)
+                _put(tree, ("optimizer", "state"), f"{_STATE_PREFIX}{spell(name)}", (kind,), value, name in gated)
             if name in state.steps:
                 step = lazy.in_memory(torch.tensor(state.steps[name], dtype=torch.float32))
-                _put(tree, ("optimizer", "state"), f"{_STATE_PREFIX}{name}", ("step",), step, name in gated)
+                _put(tree, ("optimizer", "state"), f"{_STATE_PREFIX}{spell(name)}", ("step",), step, name in gated)
             for hyper, value in state.hyper.get(name, {}).items():
-                tree.value(("optimizer", "param_to_group_meta", f"{_STATE_PREFIX}{name}", hyper), value)
+                tree.value(("optimizer", "param_to_group_meta", f"{_STATE_PREFIX}{spell(name)}", hyper), value)
         tree.value(("args",), megatron_args(state.args, NAME))
         tree.value(("iteration",), state.iteration)
         tree.value(("checkpoint_version",), 3.0)

@@ -7,6 +7,7 @@ from math import prod
 
 from hp_muon_plugin.checkpoint import lazy
 from hp_muon_plugin.checkpoint.lazy import Lazy
+from hp_muon_plugin.checkpoint.megatron_names import unfused
 from hp_muon_plugin.errors import CheckpointError
 
 EXTRA_STATE = "_extra_state"
@@ -186,7 +187,7 @@ def single_experts(name: str, tensor: Lazy, *, first: int = 0, local: int | None
     elif (found := _GROUPED_MLP.match(name)) and len(tensor.shape) == 2:
         yield from _grouped_mlp(found[1], int(found[2]), tensor, first, local)
     else:
-        yield name, tensor
+        yield unfused(name), tensor
 
 
 def _grouped_mlp(prefix: str, which: int, tensor: Lazy, first: int, local: int | None) -> Iterator[tuple[str, Lazy]]:

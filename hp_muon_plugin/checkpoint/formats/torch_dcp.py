@@ -20,6 +20,7 @@ from hp_muon_plugin.checkpoint.formats.base import (
 from hp_muon_plugin.checkpoint.formats.group_members import Param
 from hp_muon_plugin.checkpoint.formats.integer_state import Named, Optimizer, named
 from hp_muon_plugin.checkpoint.formats.random_states import rank_name
+from hp_muon_plugin.checkpoint.formats.spelling import facts_of
 from hp_muon_plugin.checkpoint.lazy import Lazy
 from hp_muon_plugin.checkpoint.megatron_names import registration_order
 from hp_muon_plugin.checkpoint.run_values import plain
@@ -124,10 +125,10 @@ def _state(folder: DcpFolder, args: dict[str, Any], record: Any, known: Named, t
     for name, values in known.hyper.items():
         for single, _ in names.single_experts(name, lazy.in_dcp(folder, _model_key(folder, name))):
             state.hyper[single] = values
-    state.random = _random(folder) or state.random
+    state.random = {**state.random, **_random(folder)}
     if record is None and any(key.kind == Kind.momentum for key in tensors):
         state.momentum = Momentum.average
-    state.model = {**state.model, **model_facts([key.name for key in tensors])}
+    state.model = {**state.model, **model_facts([key.name for key in tensors]), **facts_of(folder.tensors)}
     return state
 
 

@@ -22,6 +22,7 @@ from hp_muon_plugin.checkpoint.formats.fsdp2_write import extra_states
 from hp_muon_plugin.checkpoint.formats.integer_state import split_optimizers
 from hp_muon_plugin.checkpoint.formats.megatron_fsdp_write import megatron_args
 from hp_muon_plugin.checkpoint.formats.random_states import megatron_random, random_losses
+from hp_muon_plugin.checkpoint.formats.spelling import spelling
 from hp_muon_plugin.checkpoint.formats.torch_dcp import NAME
 from hp_muon_plugin.checkpoint.megatron_names import registration_order
 
@@ -53,12 +54,13 @@ class TorchDcpWriter:
     def _write(self, tree: DcpTree, source: Source, target: Target) -> None:
         state = source.state()
         kinds = kinds_by_name(source)
-        order = sorted(kinds, key=registration_order)
+        spell = spelling(source, target)
+        order = sorted(kinds, key=lambda name: registration_order(spell(name)))
         for name in order:
             buffer = Key(name, Kind.buffer)
             whole = lazy.canonical(source, buffer) if Kind.buffer in kinds[name] else stored_weight(source, name)
-            tree.tensor(("model", name), whole)
-        for module in extra_states({name: [name] for name in order}):
+            tree.tensor(("model", spell(name)), whole)
+        for module in extra_states({spell(name): [name] for name in order}):
             tree.value(("model", module), None)
         params = [name for name in order if Kind.buffer not in kinds[name]]
         optimizers = split_optimizers(state.hyper, params, frozenset()) if state.hyper else []
@@ -72,7 +74,7 @@ class TorchDcpWriter:
         tree.nested(("opt_param_scheduler",), state.scheduler)
         for values in megatron_random(state, [(0, 0)]).values():
             tree.nested(("rng_state", 0), values)
-        members = [owned for groups in optimizers for _, owned in groups]
+        members = [[spell(name) for name in owned] for groups in optimizers for _, owned in groups]
         tree.value((RECORD,), {**record(source, momentum_of(source, target, Momentum.average)), "members": members})
 
 
