@@ -49,7 +49,13 @@ FORMATS = {
             "megatron_fsdp:open_fsdp_dtensor",
             "megatron_fsdp_write:MegatronFsdpWriter",
         ),
-        Format("fsdp2", "torch FSDP2 with DCP, by names", "fsdp2:open_fsdp2", "fsdp2_write:Fsdp2Writer"),
+        Format(
+            "fsdp2",
+            "torch FSDP2 with DCP, by names",
+            "fsdp2:open_fsdp2",
+            "fsdp2_write:Fsdp2Writer",
+            is_tracked=False,
+        ),
         Format(
             "torch_dcp",
             "Megatron's own torch FSDP2, by numbers",
@@ -61,8 +67,15 @@ FORMATS = {
             "HyperParallel's own",
             "hyper_parallel:open_hyper_parallel",
             "hyper_parallel_write:HyperParallelWriter",
+            is_tracked=False,
         ),
-        Format("hf", "Hugging Face safetensors, weights only", "hf:open_hf", "hf_write:HfWriter"),
+        Format(
+            "hf",
+            "Hugging Face safetensors, weights only",
+            "hf:open_hf",
+            "hf_write:HfWriter",
+            is_tracked=False,
+        ),
     )
 }
 

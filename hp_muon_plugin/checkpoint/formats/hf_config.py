@@ -27,9 +27,7 @@ def family_of(source: Source, target: Target) -> Family:
     firsts = [name for name in shapes if names.FIRST.search(name) and name.endswith("weight")]
     plain = [name for name in firsts if not names.is_gated(name, shapes)]
     if plain:
-        raise ConfigError(
-            "family", "", f"{plain[0]} has no gate, which every known family has", "choose another format"
-        )
+        raise ConfigError("--to", "hf", f"{plain[0]} has no gate, which every known family has", "another format")
     wanted = target.options.get("family") or source.state().model.get("family")
     if wanted is not None:
         if wanted not in FAMILIES:
@@ -63,11 +61,9 @@ def shapes_of(source: Source, target: Target, family: Family) -> tuple[Heads | N
         return None, layers
     columns = next(shape[1] for name, shape in shapes.items() if name.endswith("self_attention.linear_proj.weight"))
     heads = _number(target, "num_attention_heads") or args.get("num_attention_heads")
-    norm = next(
-        (shape[0] for name, shape in shapes.items() if name.endswith("self_attention.q_layernorm.weight")), None
-    )
-    if not isinstance(heads, int) and norm:
-        heads = columns // norm
+    norms = [shape[0] for name, shape in shapes.items() if name.endswith("self_attention.q_layernorm.weight")]
+    if not isinstance(heads, int) and norms:
+        heads = columns // norms[0]
     if not isinstance(heads, int) or columns % heads:
         raise ConfigError(
             "num_attention_heads", heads, "the checkpoint does not tell the number of heads", "give it as an option"
@@ -122,6 +118,11 @@ def config_of(source: Source, target: Target, family: Family, dtype: torch.dtype
             "moe_intermediate_size": _half(shapes, ".local_experts.0.linear_fc1.weight"),
             "shared_expert_intermediate_size": _half(shapes, ".shared_experts.linear_fc1.weight"),
         }
+        dense = [layer for layer in range(layers) if f"decoder.layers.{layer}.mlp.linear_fc1.weight" in shapes]
+        if family.latent:
+            found["first_k_dense_replace"] = len(dense)
+        elif dense:
+            found["mlp_only_layers"] = dense
     if mtp:
         found["num_nextn_predict_layers"] = len(mtp)
     return {key: value for key, value in found.items() if value is not None}
