@@ -30,10 +30,12 @@ class Member:
     Attributes:
         is_muon: Whether its state is momentum.
         names: Its parameters.
+        is_ours: Whether it is this plugin's, which steps every parameter and tells groups apart by ``algorithm``.
     """
 
     is_muon: bool
     names: tuple[str, ...]
+    is_ours: bool = False
 
 
 def members(source: Source, expert_parallel: bool) -> list[Member]:
@@ -52,6 +54,10 @@ def members(source: Source, expert_parallel: bool) -> list[Member]:
             continue
         is_adam = Kind.momentum not in found
         sorted_names.setdefault((is_adam, expert_parallel and is_expert(name)), []).append(name)
+    hyper = source.state().hyper
+    if any("algorithm" in hyper.get(name, {}) for name in kinds):
+        every = [name for names in sorted_names.values() for name in names]
+        return [Member(True, tuple(name for name in kinds if name in set(every)), is_ours=True)]
     return [Member(not is_adam, tuple(names)) for (is_adam, _), names in sorted(sorted_names.items())]
 
 
@@ -71,6 +77,27 @@ def groups(member: Member, state: RunState, source: Source, expert_parallel: boo
         steps = {state.steps[name] for name in names if name in state.steps}
         found.append(dict(values, step=max(steps)) if steps else dict(values))
     return found
+
+
+def group_lists(chain: list[Member], source: Source, expert_parallel: bool) -> list[list[dict[str, Any]]]:
+    """Param groups of every optimizer.
+
+    Megatron's loader wants as many groups as its optimizers have, also where two have the same values: lists that
+    the source had stay as they are while the optimizers are the same.
+
+    Args:
+        chain: The optimizers.
+        source: The checkpoint.
+        expert_parallel: Whether routed experts are groups of their own.
+    """
+    state = source.state()
+    had = state.model.get("param_groups")
+    apart = expert_parallel and any(is_expert(name) for member in chain for name in member.names)
+    if isinstance(had, list) and len(had) == len(chain) and bool(state.model.get("experts_apart")) == apart:
+        lists = [[dict(group) for group in items] for items in had]
+    else:
+        lists = [groups(member, state, source, expert_parallel) for member in chain]
+    return lists
 
 
 def uneven_steps(source: Source) -> bool:
@@ -112,7 +139,7 @@ def optimizer_state(
         steps = [group["step"] for group in items if "step" in group]
         inner: dict[str, Any] = {"state": {"common_step": torch.tensor(max(steps))}} if steps else {}
         inner["param_groups"] = [{key: value for key, value in group.items() if key != "step"} for group in items]
-        found.append(inner if float32 else {"optimizer": inner})
+        found.append(inner if float32 and not member.is_ours else {"optimizer": inner})
     whole: dict[Any, Any] = dict(enumerate(found))
     return found[0] if len(found) == 1 else whole
 

@@ -168,7 +168,7 @@ class TorchDistSource:
             scheduler=plain(common.get("opt_param_scheduler") or {}),
             hyper=hyper,
             steps=steps,
-            momentum=Momentum.average if has_momentum else None,
+            momentum=_convention(hyper) if has_momentum else None,
             vocab_size=args.get("vocab_size"),
             args=args,
             flops=common.get("num_floating_point_operations_so_far"),
@@ -191,6 +191,7 @@ class TorchDistSource:
                     group.get("is_expert_parallel") for groups in optimizer.groups.values() for group in groups
                 ),
                 "unclear_groups": unclear,
+                "param_groups": [plain(optimizer.groups[index]) for index in sorted(optimizer.groups)],
                 "modules_with_extra_state": self._extra_state_modules(),
             },
             other=self._other(),
@@ -234,6 +235,12 @@ def open_source(path: Path) -> TorchDistSource:
         path: Folder of the iteration.
     """
     return TorchDistSource(path)
+
+
+def _convention(hyper: Mapping[str, Mapping[str, Any]]) -> Momentum:
+    """What the groups say; Megatron's own Muon, which says nothing, averages."""
+    said = {values["momentum_convention"] for values in hyper.values() if "momentum_convention" in values}
+    return Momentum.sum if said == {"sum"} else Momentum.average
 
 
 def _sharding(form: str | None, member: Mapping[str, int | None], has_momentum: bool) -> str | None:
