@@ -8,6 +8,7 @@ import io
 import os
 import pickle
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ class DcpWriter:
         written: Callable[[str, bytes | memoryview], None] | None = None,
     ) -> None:
         self._written = written
+        self._pool = ThreadPoolExecutor(1, "checksum")
         self._folder = folder
         self._shard_bytes = shard_bytes
         self._file: io.FileIO | None = None
@@ -67,7 +69,7 @@ class DcpWriter:
         assert chunk.dtype == dtype, key
         assert len(offsets) == chunk.dim(), key
         boxes.append(Box(tuple(offsets), tuple(chunk.shape)))
-        pieces.append(self._append(torch_archive_write.tensor_parts(chunk)))
+        pieces.append(self._append(torch_archive_write.tensor_parts(chunk, self._pool)))
 
     def add(self, key: str, value: torch.Tensor) -> None:
         """Declare and write a whole tensor.
@@ -102,6 +104,7 @@ class DcpWriter:
             CheckpointError: If a tensor has a hole, or elements that were written twice.
         """
         self._finish_file()
+        self._pool.shutdown()
         for key, (shape, _, boxes, _) in self._tensors.items():
             full = [box for box in boxes if box.numel]
             missing = torch.Size(shape).numel() - sum(box.numel for box in full)
@@ -117,6 +120,7 @@ class DcpWriter:
 
     def abandon(self) -> None:
         """Close the file that is open; the folder stays without metadata."""
+        self._pool.shutdown()
         if self._file is not None:
             self._file.close()
 

@@ -5,6 +5,8 @@ import pickle
 import struct
 import zlib
 from collections import OrderedDict
+from collections.abc import Iterator
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +19,8 @@ MAX_BYTES = 2**32 - 2**20
 """Payload that fits an archive without the 64-bit extension of zip."""
 _LOCAL = struct.Struct("<IHHHHHIIIHH")
 _CENTRAL = struct.Struct("<IHHHHHHIIIHHHHHII")
+_SUMS = struct.Struct("<IIII")
+_SUMS_FOLLOW = 8  # flag: checksum and sizes stand behind the payload
 _END = struct.Struct("<IHHHHIIH")
 STORAGES = {
     torch.float64: torch.DoubleStorage,
@@ -62,13 +66,14 @@ def is_writable(dtype: torch.dtype) -> bool:
     return dtype in STORAGES
 
 
-def tensor_parts(tensor: torch.Tensor) -> list[bytes | memoryview]:
+def tensor_parts(tensor: torch.Tensor, pool: Executor) -> Iterator[bytes | memoryview]:
     """The archive of one tensor, in parts to be written one after another.
 
     Args:
-        tensor: Contiguous, on the CPU, at most :data:`MAX_BYTES`. The last but one part is its memory, uncopied.
+        tensor: Contiguous, on the CPU, at most :data:`MAX_BYTES`. One part is its memory, uncopied.
+        pool: Computes the checksum of the memory while it is written.
 
-    Returns:
+    Yields:
         The parts. Their lengths together are the length of the archive.
     """
     described = io.BytesIO()
@@ -79,21 +84,26 @@ def tensor_parts(tensor: torch.Tensor) -> list[bytes | memoryview]:
         ("archive/version", b"3\n"),
         ("archive/data/0", raw_bytes(tensor) if tensor.numel() else b""),
     ]
-    parts: list[bytes | memoryview] = []
+    checksum = pool.submit(zlib.crc32, entries[-1][1])
     directory: list[bytes] = []
     at = 0
     for name, payload in entries:
         padding = -(at + _LOCAL.size + len(name) + 4) % _ALIGNMENT
         extra = struct.pack("<HH", 0x4246, padding) + b"Z" * padding  # the field that torch pads with
-        crc, length = zlib.crc32(payload), len(payload)
-        header = _LOCAL.pack(0x04034B50, 20, 0, 0, 0, 33, crc, length, length, len(name), len(extra))
+        head = (
+            _LOCAL.pack(0x04034B50, 20, _SUMS_FOLLOW, 0, 0, 33, 0, 0, 0, len(name), len(extra)) + name.encode() + extra
+        )
+        yield head
+        yield payload
+        crc, length = checksum.result() if payload is entries[-1][1] else zlib.crc32(payload), len(payload)
+        sums = _SUMS.pack(0x08074B50, crc, length, length)
+        yield sums
         directory.append(
-            _CENTRAL.pack(0x02014B50, 20, 20, 0, 0, 0, 33, crc, length, length, len(name), 0, 0, 0, 0, 0, at)
+            _CENTRAL.pack(
+                *(0x02014B50, 20, 20, _SUMS_FOLLOW, 0, 0, 33, crc, length, length, len(name), 0, 0, 0, 0, 0, at)
+            )
             + name.encode()
         )
-        head = header + name.encode() + extra
-        parts += [head, payload]
-        at += len(head) + length
+        at += len(head) + length + len(sums)
     listed = b"".join(directory)
-    end = _END.pack(0x06054B50, 0, 0, len(entries), len(entries), len(listed), at, 0)
-    return [*parts, listed + end]
+    yield listed + _END.pack(0x06054B50, 0, 0, len(entries), len(entries), len(listed), at, 0)
