@@ -204,7 +204,7 @@ def cast(whole: Lazy, dtype: torch.dtype) -> Lazy:
 
 def scaled(whole: Lazy, factor: float) -> Lazy:
     """Times a number."""
-    return whole if factor == 1 else Lazy(whole.shape, whole.dtype, lambda a, b: whole.read(a, b).mul_(factor))
+    return whole if factor == 1 else Lazy(whole.shape, whole.dtype, lambda a, b: whole.read(a, b) * factor)
 
 
 def padded(whole: Lazy, length: int) -> Lazy:
