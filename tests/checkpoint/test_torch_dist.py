@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from hp_muon_plugin.checkpoint import convert
-from hp_muon_plugin.checkpoint.canonical import Kind, RunState, Target
+from hp_muon_plugin.checkpoint.canonical import Info, Key, Kind, RunState, Target
 from hp_muon_plugin.checkpoint.formats import open_checkpoint, writer
 from hp_muon_plugin.checkpoint.verify import sampled_masters
 from hp_muon_plugin.errors import CheckpointError, ConfigError
-from tests.checkpoint.fixtures import CARRIED, CORRUPT, differences, digest, shared, truth, unpacked
+from tests.checkpoint.fixtures import CARRIED, CORRUPT, MadeUp, differences, digest, shared, truth, unpacked
 
 SOUND = [name for name in (*CARRIED, *shared("mcore01*/*/ckpt/iter_*/metadata.json")) if name != CORRUPT]
 
@@ -128,3 +128,20 @@ def test_transformer_engines_names_and_the_local_ones(tmp_path: Path) -> None:
         written = open_checkpoint(folder)
         assert key in written.folder.tensors  # type: ignore[attr-defined]
         assert not differences(source, written)
+
+
+def test_an_embedding_without_padding_gets_what_megatron_wants(tmp_path: Path) -> None:
+    """megatron-bridge#5353 padded twice; here the true size decides, and moments get the same rows."""
+    rows = Info((125, 8), torch.float32)
+    infos = {Key("embedding.word_embeddings.weight", kind): rows for kind in ("weight", "exp_avg", "exp_avg_sq")}
+    source = MadeUp(infos, RunState(vocab_size=125, args={"make_vocab_size_divisible_by": 32}))
+    found = convert.plan(source, "torch_dist", Target(tp=2))
+    report = convert.convert(found, tmp_path / "out", drop=True)  # no random state
+    written = open_checkpoint(tmp_path / "out")
+    for key in infos:
+        assert written.tensors()[key].shape == (128, 8)
+        assert written.read(key)[:125].equal(source.read(key))
+        assert not written.read(key)[125:].any()
+        assert report.changed[str(key)] == "125 to 128 rows of vocabulary"
+    convert.convert(convert.plan(written, "torch_dist", Target(tp=2)), tmp_path / "again", drop=True)
+    assert not differences(written, open_checkpoint(tmp_path / "again"))

@@ -165,7 +165,7 @@ def common_state(
         "expert_model_parallel_size": target.ep,
         "consumed_train_samples": state.consumed_samples or 0,
     }
-    content: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    content: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": sharding != "chained"}
     if sharding.endswith("reshardable"):
         content["distrib_optim_sharding_type"] = sharding.removeprefix("layer_wise_")
         content["distrib_optim_fully_reshardable_mem_efficient"] = False

@@ -244,12 +244,11 @@ def _convention(hyper: Mapping[str, Mapping[str, Any]]) -> Momentum:
 
 
 def _sharding(form: str | None, member: Mapping[str, int | None], has_momentum: bool) -> str | None:
-    """The form, with Muon's layer-wise ones told apart."""
-    if not has_momentum or form is None:
-        return form
+    """The form, with Muon's layer-wise ones and prefixed keys told apart."""
+    has_prefix = any(index is not None for index in member.values())
     if form == "none":
-        return "layer_wise" if any(index is not None for index in member.values()) else form
-    return f"layer_wise_{form}"
+        return ("layer_wise" if has_momentum else "chained") if has_prefix else form
+    return f"layer_wise_{form}" if has_momentum and form is not None else form
 
 
 def _order(key: Key) -> tuple[int, Any]:

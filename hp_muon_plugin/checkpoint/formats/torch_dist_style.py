@@ -7,7 +7,7 @@ from hp_muon_plugin.checkpoint.canonical import Info, Key, Kind, Source, Target
 from hp_muon_plugin.checkpoint.megatron_names import Style
 from hp_muon_plugin.errors import ConfigError
 
-SHARDINGS = ("fully_reshardable", "none", "layer_wise", "layer_wise_fully_reshardable")
+SHARDINGS = ("fully_reshardable", "none", "chained", "layer_wise", "layer_wise_fully_reshardable")
 
 
 def sharding_of(source: Source, target: Target) -> str:
@@ -25,17 +25,17 @@ def sharding_of(source: Source, target: Target) -> str:
     default = "none" if has_momentum else "fully_reshardable"
     allowed = [name for name in SHARDINGS if has_momentum or not name.startswith("layer_wise")]
     if has_momentum:
-        allowed.remove("fully_reshardable")
+        allowed = [name for name in allowed if name not in ("fully_reshardable", "chained")]
     wanted = target.sharding or (before if before in allowed else default)
     if wanted not in allowed:
         raise ConfigError("--sharding", wanted, "not written for this optimizer", f"one of {', '.join(allowed)}")
     has_state = any(key.kind not in (Kind.weight, Kind.buffer) for key in source.tensors())
-    if target.megatron is not None and target.megatron < (0, 14) and wanted != "none" and has_state:
+    if target.megatron is not None and target.megatron < (0, 14) and wanted not in ("none", "chained") and has_state:
         raise ConfigError(
             "--megatron",
             ".".join(map(str, target.megatron)),
             f"this version does not load optimizer state in the form {wanted}",
-            "use --to torch, which every version loads, or --sharding none without --use-distributed-optimizer",
+            "use --to torch, which every version loads, or --sharding chained without --use-distributed-optimizer",
         )
     return wanted
 

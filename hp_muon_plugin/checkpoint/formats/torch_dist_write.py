@@ -9,6 +9,7 @@ import torch
 from hp_muon_plugin.checkpoint.canonical import Info, Key, Kind, Momentum, Source, Target
 from hp_muon_plugin.checkpoint.dcp_write import DcpWriter
 from hp_muon_plugin.checkpoint.folders import write_durably
+from hp_muon_plugin.checkpoint.formats.legacy_plan import padded_rows
 from hp_muon_plugin.checkpoint.formats.torch_dist_common import (
     common_state,
     extra_state_keys,
@@ -106,8 +107,10 @@ class TorchDistWriter:
         style, moe = style_of_target(source, target), moe_layers_of(weights)
         prefixes = _prefixes(source, target, sharding)
         stored = [(_prefix(key, prefixes, infos, sharding), key) for key in _wanted(infos, sharding)]
+        padding = {f"{prefix}{key.name}": _padding(source, target, key.name) for prefix, key in stored}
         for name, shape, dtype in _stacks(stored, infos, style, moe):
-            writer.declare(name, shape, dtype)
+            more = padding.get(name, 0)
+            writer.declare(name, (shape[0] + more, *shape[1:]) if more else shape, dtype)
         for prefix, key in stored:
             where = place(key.name, style, moe)
             read_key, dtype = key, infos[key].dtype if key in infos else torch.float32
@@ -121,6 +124,11 @@ class TorchDistWriter:
                 offsets = (*where.index, start, *(0 for _ in rows.shape[1:])) if rows.dim() else where.index
                 writer.write(f"{prefix}{where.key}", stack, offsets)
                 count(rows.nbytes)
+            missing = _padding(source, target, key.name)
+            if missing:
+                start, *rest = infos[read_key].shape
+                zeros = torch.zeros((missing, *rest), dtype=dtype)
+                writer.write(f"{prefix}{where.key}", zeros, (start, *(0 for _ in rest)))
 
     def _write_objects(self, source: Source, writer: DcpWriter, target: Target) -> None:
         weights = [key.name for key in source.tensors() if key.kind == Kind.weight]
@@ -132,6 +140,16 @@ class TorchDistWriter:
             writer.add_object(key, [None])
         for key, value in random_objects(state, target)[0].items():
             writer.add_object(key, value)
+
+
+def _padding(source: Source, target: Target, name: str) -> int:
+    """Rows that an embedding without padding, as of Hugging Face, lacks of what Megatron will want."""
+    info = source.tensors().get(Key(name, Kind.weight))
+    if info is None or name not in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        return 0
+    state = source.state()
+    rows = padded_rows(state.args, state.vocab_size, target)
+    return 0 if rows is None or info.shape[0] != state.vocab_size else rows - info.shape[0]
 
 
 def _check_experts(source: Source, target: Target) -> None:
@@ -179,7 +197,7 @@ def _is_distributed(name: str, infos: Mapping[Key, Info], sharding: str) -> bool
 
 def _prefixes(source: Source, target: Target, sharding: str) -> dict[str, str]:
     chain = members(source, target.ep > 1)
-    chained = sharding == "layer_wise" and len(chain) > 1
+    chained = sharding in ("layer_wise", "chained") and len(chain) > 1
     return {name: f"chained_{index}." if chained else "" for index, member in enumerate(chain) for name in member.names}
 
 
