@@ -121,7 +121,7 @@ def first_difference(
     if rtol is None and atol is None:
         if torch.equal(_bits(x), _bits(y)):
             return None
-        differs = (_bits(x) != _bits(y)).view(x.numel(), -1).any(dim=1)
+        differs = _bits(x) != _bits(y)
     else:
         a, b = x.to(torch.float64), y.to(torch.float64)
         differs = ~torch.isclose(a, b, rtol=rtol or 0.0, atol=atol or 0.0, equal_nan=True).reshape(-1)
@@ -140,8 +140,12 @@ def first_difference(
     return f"first at {place}: {values}"
 
 
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
+    """One integer per element, so that NaN equals itself and -0 is not 0."""
+    return tensor.contiguous().view(-1).view(_WORDS[tensor.dtype.itemsize])
 
 
 def _text(info: Info) -> str:
