@@ -10,9 +10,10 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from hp_muon_plugin.checkpoint.manifest import MANIFEST
 from hp_muon_plugin.errors import CheckpointError
 
+MANIFEST = "manifest.json"
+"""Written last: a folder without it is no checkpoint."""
 TRACKER = "latest_checkpointed_iteration.txt"
 PARTIAL = ".partial"
 OLD = ".old"

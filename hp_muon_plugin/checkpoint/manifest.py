@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from hp_muon_plugin.checkpoint.canonical import Info, Key, Momentum, RunState
+from hp_muon_plugin.checkpoint.folders import MANIFEST
 from hp_muon_plugin.checkpoint.plain import decode, encode, put_tensors, take_tensors
 from hp_muon_plugin.errors import CheckpointError
 
-MANIFEST = "manifest.json"
 FORMAT = "hp_muon_plugin"
 VERSION = 1
 _DIGEST = "sha256"

@@ -7,6 +7,7 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
+from hp_muon_plugin.checkpoint.folders import TRACKER
 from hp_muon_plugin.cli.hydra_app import complain, flags_first, run_hydra, say
 from hp_muon_plugin.cli.plan_text import plan_text, warnings_text
 from hp_muon_plugin.config.checks import check_train
@@ -15,6 +16,7 @@ from hp_muon_plugin.config.train_options import typed_train
 from hp_muon_plugin.config.trainer import Train
 from hp_muon_plugin.errors import ConfigError, ConfigErrors, raise_all
 from hp_muon_plugin.muon.coefficients import resolve_schedule
+from hp_muon_plugin.train.checkpoint_folder import check_checkpoints, save_folder
 from hp_muon_plugin.train.environment import check_environment, is_rank, speaks
 from hp_muon_plugin.train.launch import INTERRUPTED_EXIT, Interrupted, launch_ranks
 from hp_muon_plugin.train.metrics import check_logger
@@ -49,6 +51,7 @@ def _job(composed: DictConfig) -> int:
             print(plan_text(config, world_size))
         return 0
     check_machine(config)
+    check_checkpoints(config, folder)
     if speaks():
         for text in warnings_text(config, world_size):
             say(f"warning: {text}")
@@ -62,7 +65,7 @@ def _run_all_ranks(config: Train, folder: Path, world_size: int) -> int:
         failure = launch_ranks(config, folder, num_ranks=world_size)
     except Interrupted:
         tidy_terminal(sys.stdout)
-        complain(f"interrupted; every rank has ended{_metrics_note(folder)}")
+        complain(f"interrupted; every rank has ended{_metrics_note(folder)}{_checkpoint_note(config, folder)}")
         return INTERRUPTED_EXIT
     if failure is not None:
         tidy_terminal(sys.stdout)
@@ -86,6 +89,15 @@ def _metrics_note(folder: Path) -> str:
     if path.is_file() and path.stat().st_size:
         return f", and metrics up to the last step are in {_shown(folder)}"
     return " before the first step was done"
+
+
+def _checkpoint_note(config: Train, folder: Path) -> str:
+    if config.checkpoint.every is None:
+        return ""
+    path = save_folder(config, folder) / TRACKER
+    if not path.is_file():
+        return "; no checkpoint was saved"
+    return f"; the last checkpoint is of step {path.read_text(encoding='ascii')}, go on with checkpoint.resume=auto"
 
 
 def _run_this_rank(config: Train, folder: Path) -> int:

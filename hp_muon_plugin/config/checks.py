@@ -7,6 +7,7 @@ No torch here: the checks run before any process group exists.
 
 from collections.abc import Callable, Iterator
 
+from hp_muon_plugin.config.checkpoint_checks import checkpoint_errors
 from hp_muon_plugin.config.choices import Precision
 from hp_muon_plugin.config.data_checks import data_errors
 from hp_muon_plugin.config.dp_checks import dp_errors
@@ -34,6 +35,7 @@ _CHECKS: tuple[tuple[frozenset[str], _Check], ...] = (
     (frozenset({"data"}), lambda config, _: data_errors(config.data)),
     (frozenset({"dp", "topology", "model"}), lambda config, world_size: dp_errors(config, world_size)),
     (frozenset({"optimizer", "model", "topology"}), lambda config, _: qk_clip_errors(config)),
+    (frozenset({"checkpoint"}), lambda config, _: checkpoint_errors(config.checkpoint)),
     (frozenset(), lambda config, _: _precision_errors(config)),
 )
 

@@ -178,6 +178,34 @@ class Monitor:
 
 
 @dataclass
+class Checkpoint:
+    """Saving and resuming; docs/checkpoint_resume.md."""
+
+    save: str | None = None
+    """Folder of the run's checkpoints; null: ``checkpoints`` in the run's folder."""
+    every: int | None = number(None, least=1, example=100)
+    """Steps between checkpoints, the last step has one too; null saves none."""
+    keep: int | None = number(None, least=1, example=3)
+    """How many of the newest checkpoints stay, besides the one that the run was resumed from; null for all."""
+    asynchronous: bool = False
+    """Train on while files are written; costs host memory for a copy of what this rank writes."""
+    on_interrupt: bool = False
+    """Save after Ctrl-C or SIGTERM, when the step that is under way has ended."""
+    interrupt_s: float = number(120.0, above=0, most=1e6)
+    """Seconds that this may take before ranks are killed."""
+    resume: str | None = None
+    """``auto``: the last whole checkpoint in ``save``, if there is one. Or a folder. null begins anew."""
+    load_optimizer: bool = True
+    """Resume the optimizer's state; false keeps weights alone."""
+    load_position: bool = True
+    """Resume the step, the learning-rate schedule and the place in the data."""
+    load_random: bool = True
+    """Resume random states, where the ranks are the same."""
+    verify: bool = True
+    """Compare the hash of every file before resuming."""
+
+
+@dataclass
 class LrSchedule:
     """Learning-rate schedule, the same for every parameter group."""
 
@@ -237,6 +265,8 @@ class Train:
     """Measurements."""
     platform: Platform = field(default_factory=Platform)
     """Platform."""
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    """Checkpoints."""
     lr_schedule: LrSchedule = field(default_factory=LrSchedule)
     """Learning-rate schedule."""
     run: Run = field(default_factory=Run)

@@ -49,9 +49,30 @@ def places(chunk: torch.nn.Module) -> Iterator[Place]:
     Yields:
         Places in module order.
     """
-    modules = dict(chunk.named_modules(remove_duplicate=False))
-    for module_name, module in modules.items():
-        pieces = module_name.split(".") if module_name else []
-        owners = tuple(modules[".".join(pieces[:depth])] for depth in range(len(pieces) + 1))
-        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+    for pieces, owners in _modules(chunk):
+        for name, param in owners[-1].named_parameters(recurse=False, remove_duplicate=False):
             yield Place(".".join([*pieces, name]), param, owners)
+
+
+def buffer_places(chunk: torch.nn.Module) -> Iterator[tuple[Place, torch.Tensor]]:
+    """All persistent buffers of a model chunk.
+
+    Args:
+        chunk: A model chunk, wrapped or not.
+
+    Yields:
+        Places, whose parameter is the buffer, and the buffers.
+    """
+    for pieces, owners in _modules(chunk):
+        temporary = owners[-1]._non_persistent_buffers_set
+        for name, buffer in owners[-1].named_buffers(recurse=False):
+            if name not in temporary:
+                yield Place(".".join([*pieces, name]), buffer, owners), buffer  # type: ignore[arg-type]
+
+
+def _modules(chunk: torch.nn.Module) -> Iterator[tuple[list[str], tuple[torch.nn.Module, ...]]]:
+    """Pieces of every module's name, and the modules above it and itself."""
+    modules = dict(chunk.named_modules(remove_duplicate=False))
+    for module_name in modules:
+        pieces = module_name.split(".") if module_name else []
+        yield pieces, tuple(modules[".".join(pieces[:depth])] for depth in range(len(pieces) + 1))

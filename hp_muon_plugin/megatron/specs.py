@@ -14,7 +14,7 @@ from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.layout import fused
 from hp_muon_plugin.layout.spec import AxisSplit, ParamSpec, Role
 from hp_muon_plugin.megatron.groups import MegatronGroups
-from hp_muon_plugin.megatron.places import Place, places
+from hp_muon_plugin.megatron.places import Place, buffer_places, places
 from hp_muon_plugin.megatron.roles import megatron_role
 from hp_muon_plugin.megatron.views import down_projection_pieces, matrix_view, tensor_parallel_cut
 
@@ -47,6 +47,25 @@ def chunk_specs(
                 first = specs.get(place.param)
                 specs[place.param] = spec if first is None else replace(spec, name=first.name)
     return specs
+
+
+def chunk_buffers(chunks: Sequence[torch.nn.Module], groups: MegatronGroups) -> dict[str, torch.Tensor]:
+    """Persistent buffers of all model chunks of this rank, as the router's ``expert_bias``.
+
+    Args:
+        chunks: Model chunks, wrapped or not.
+        groups: Megatron's groups.
+
+    Returns:
+        Buffers by canonical name.
+    """
+    found = {}
+    for chunk in chunks:
+        renamed = _layer_names(chunk)
+        for place, buffer in buffer_places(chunk):
+            first = groups.ep.index * place.num_local_experts if ".experts." in place.name else 0
+            found[_canonical(place.name, renamed, first)] = buffer
+    return found
 
 
 def _layer_names(chunk: torch.nn.Module) -> dict[str, str]:

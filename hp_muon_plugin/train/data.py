@@ -20,6 +20,7 @@ from hp_muon_plugin.train.text import ByteTokenizer, build_pydoc_dataset, unigra
 from hp_muon_plugin.train.token_checks import CHECKED_TOKENS, check_ids, check_parts, check_vocabulary
 
 _HASHED_SEQUENCES = 1 << 18
+_ORDER_SAMPLES = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +130,29 @@ def micro_batches(
         _check_batch(batch, vocab_size, config, mine)
         yield Batch(**{name: tensor.to(device) for name, tensor in batch.items()})
         sample += size * dp_size
+
+
+def order_of_samples(dataset: Any, count: int) -> int | None:
+    """A number that tells orders of samples apart.
+
+    Args:
+        dataset: Training samples.
+        count: How many of the first ones matter.
+
+    Returns:
+        A checksum of where up to 1,000 of them lie; None for datasets that do not tell.
+    """
+    shuffled = getattr(dataset, "shuffle_index", None)
+    if shuffled is None:
+        return None
+    length = len(dataset)
+    places = [
+        (int(document), int(offset))
+        for index in sorted({number * count // _ORDER_SAMPLES for number in range(_ORDER_SAMPLES)})
+        for first, offset in [dataset.sample_index[shuffled[index % length]]]
+        for document in [dataset.document_index[first]]
+    ]
+    return zlib.crc32(repr(places).encode("ascii"))
 
 
 def _check_batch(batch: dict[str, torch.Tensor], vocab_size: int, config: Train, samples: range) -> None:

@@ -20,8 +20,8 @@ from hp_muon_plugin.config.train_options import save_train
 from hp_muon_plugin.config.trainer import Train
 from hp_muon_plugin.train.environment import INIT_METHOD
 from hp_muon_plugin.train.rank_main import LAUNCHER
-from hp_muon_plugin.train.run_folder import CONFIG, claimed
-from hp_muon_plugin.train.worker import FAILURE_EXIT, SETTLE_S, USAGE_EXIT, Failure, error_path, log_path
+from hp_muon_plugin.train.run_folder import CONFIG, claimed, error_path, log_path
+from hp_muon_plugin.train.worker import FAILURE_EXIT, SETTLE_S, USAGE_EXIT, Failure
 
 INTERRUPTED_EXIT = 130
 _POLL_S = 0.1
@@ -84,10 +84,19 @@ def launch_ranks(config: Train, folder: Path, *, num_ranks: int) -> Failure | No
     with claimed(folder):
         save_train(config, folder / CONFIG)
         arguments = ["hp_muon_plugin.train.rank_main", str(folder / CONFIG), str(folder)]
-        return launch_module(arguments, folder, num_ranks=num_ranks, threads=config.topology.threads)
+        options = config.checkpoint
+        return launch_module(
+            arguments,
+            folder,
+            num_ranks=num_ranks,
+            threads=config.topology.threads,
+            grace_s=options.interrupt_s if options.on_interrupt else None,
+        )
 
 
-def launch_module(arguments: Sequence[str], folder: Path, *, num_ranks: int, threads: int) -> Failure | None:
+def launch_module(
+    arguments: Sequence[str], folder: Path, *, num_ranks: int, threads: int, grace_s: float | None = None
+) -> Failure | None:
     """Run a module on several ranks to their end.
 
     The module should end with its launcher, see :func:`~hp_muon_plugin.train.rank_main.die_with`, and
@@ -99,6 +108,8 @@ def launch_module(arguments: Sequence[str], folder: Path, *, num_ranks: int, thr
         folder: Where ranks leave logs and reports; there are none yet.
         num_ranks: Ranks to start.
         threads: CPU threads of each.
+        grace_s: How long ranks may take to end after Ctrl-C, SIGTERM or SIGHUP, as to save a checkpoint;
+            None: 3 seconds.
 
     Returns:
         None if all ended well, else the first failure; then every rank has ended.
@@ -121,7 +132,7 @@ def launch_module(arguments: Sequence[str], folder: Path, *, num_ranks: int, thr
             failure = failure or _watch(processes, folder, stop)
         finally:
             stop.hurry = lambda: _kill(processes)
-            _end(processes)
+            _end(processes, grace_s if stop.is_set and grace_s is not None else _GRACE_S)
     if stop.is_set:
         raise Interrupted
     return failure
@@ -211,11 +222,11 @@ def _memory_hint(name: str) -> str:
     return " (often: out of memory)" if name == "SIGKILL" else ""
 
 
-def _end(processes: _Processes) -> None:
+def _end(processes: _Processes, grace_s: float) -> None:
     running = [process for process in processes if process.poll() is None]
     for process in running:
         process.terminate()
-    deadline = time.monotonic() + _GRACE_S
+    deadline = time.monotonic() + grace_s
     for process in running:
         try:
             process.wait(max(0.0, deadline - time.monotonic()))

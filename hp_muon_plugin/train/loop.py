@@ -15,6 +15,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from hp_muon_plugin.config.trainer import Train
 from hp_muon_plugin.errors import DivergenceError
 from hp_muon_plugin.platform.base import Platform
+from hp_muon_plugin.train.checkpoints import Checkpoints, Progress
 from hp_muon_plugin.train.data import Batch, TrainingData, micro_batches
 from hp_muon_plugin.train.instruments import FORWARD_BACKWARD, OPTIMIZER
 from hp_muon_plugin.train.metrics import MetricLog
@@ -32,12 +33,14 @@ class Result:
     Attributes:
         losses: Training loss (nats per token) of every step.
         held_out: Held-out loss after each evaluated step.
-        num_skipped: Steps left out because of a NaN or infinite gradient.
+        num_skipped: Steps left out because of a NaN or infinite gradient, before a checkpoint too.
+        is_interrupted: Whether the run was asked to end, and has saved a checkpoint.
     """
 
     losses: list[float] = field(default_factory=list)
     held_out: dict[int, float] = field(default_factory=dict)
     num_skipped: int = 0
+    is_interrupted: bool = False
 
 
 class Trainer:
@@ -52,6 +55,7 @@ class Trainer:
         platform: Platform.
         log: Metric sinks, on rank 0.
         display: Progress display.
+        checkpoints: Saves and resumes; None does neither.
     """
 
     def __init__(
@@ -65,6 +69,7 @@ class Trainer:
         platform: Platform,
         log: MetricLog | None,
         display: Display,
+        checkpoints: Checkpoints | None = None,
     ) -> None:
         self._config = config
         self._model = model
@@ -74,6 +79,7 @@ class Trainer:
         self._platform = platform
         self._log = log
         self._display = display
+        self._checkpoints = checkpoints
         self._dp_rank = parallel_state.get_data_parallel_rank()
         self._dp_size = parallel_state.get_data_parallel_world_size()
         length = config.model.seq_length
@@ -89,44 +95,59 @@ class Trainer:
         return run.global_batch_size // (run.micro_batch_size * int(self._dp_size))
 
     def train(self) -> Result:
-        """Run all steps.
+        """Run all steps, from where a checkpoint ended.
 
         Returns:
-            Losses and held-out losses.
+            Losses and held-out losses of this part of the run.
 
         Raises:
             DivergenceError: If 20 steps in a row had a loss or a gradient that is not finite, or the
                 last held-out loss is not.
         """
-        run, result, num_bad = self._config.run, Result(), 0
-        batches = self._batches(self._data.train)
-        for step in range(1, run.steps + 1):
-            began = time.perf_counter()
-            self._monitor.begin(step)
-            loss, succeeded, norm, optimizer_ms = self._step(batches)
-            result.losses.append(loss)
-            result.num_skipped += not succeeded
-            seconds = time.perf_counter() - began
-            self._report(step, loss, norm, seconds, optimizer_ms, succeeded)
-            num_bad = 0 if succeeded and math.isfinite(loss) else num_bad + 1
-            if num_bad == _MAX_BAD_IN_A_ROW:
-                raise DivergenceError(
-                    f"{num_bad} steps in a row had a NaN or infinite loss, gradient or gradient norm; the last one was "
-                    f"step {step}\n"
-                    f"  fix: {_FIX}"
-                )
-            if step % run.eval_interval == 0 or step == run.steps:
-                result.held_out[step] = self.evaluate()
-                self._report_held_out(step, result.held_out[step])
+        run, result = self._config.run, Result()
+        progress = Progress() if self._checkpoints is None else self._checkpoints.resume()
+        batches = self._batches(self._data.train, first_sample=progress.consumed_samples)
+        while progress.step < run.steps:
+            progress.step += 1
+            self._train_step(batches, progress, result)
+            if progress.step % run.eval_interval == 0 or progress.step == run.steps:
+                self._hold_out(progress.step, result)
+            if self._checkpoints is not None and self._checkpoints.after_step(progress):
+                result.is_interrupted = True
+                return result
+        result.num_skipped = progress.num_skipped
+        if run.steps not in result.held_out:  # the checkpoint was of the last step
+            self._hold_out(run.steps, result)
         if not math.isfinite(result.held_out[run.steps]):
             raise DivergenceError(
                 f"the held-out loss after the last step is {result.held_out[run.steps]}\n  fix: {_FIX}"
             )
         return result
 
+    def _train_step(self, batches: Iterator[Batch], progress: Progress, result: Result) -> None:
+        step, began = progress.step, time.perf_counter()
+        self._monitor.begin(step)
+        loss, succeeded, norm, optimizer_ms = self._step(batches)
+        result.losses.append(loss)
+        progress.num_skipped += not succeeded
+        progress.consumed_samples += self._config.run.global_batch_size
+        seconds = time.perf_counter() - began
+        self._report(step, loss, norm, seconds, optimizer_ms, succeeded)
+        progress.num_bad = 0 if succeeded and math.isfinite(loss) else progress.num_bad + 1
+        if progress.num_bad == _MAX_BAD_IN_A_ROW:
+            raise DivergenceError(
+                f"{progress.num_bad} steps in a row had a NaN or infinite loss, gradient or gradient norm; the last "
+                f"one was step {step}\n"
+                f"  fix: {_FIX}"
+            )
+
+    def _hold_out(self, step: int, result: Result) -> None:
+        result.held_out[step] = self.evaluate()
+        self._report_held_out(step, result.held_out[step])
+
     def evaluate(self) -> float:
         """Loss on the held-out text, in nats per token; every rank holds it."""
-        batches = self._batches(self._data.held_out)
+        batches = self._batches(self._data.held_out, first_sample=0)
         self._model.eval()
         with torch.no_grad():
             losses = [
@@ -179,11 +200,11 @@ class Trainer:
         losses = model(batch.tokens, batch.position_ids, mask, labels=batch.labels)
         return losses, functools.partial(_mean_loss, batch.loss_mask)
 
-    def _batches(self, dataset: Any) -> Iterator[Batch]:
+    def _batches(self, dataset: Any, *, first_sample: int) -> Iterator[Batch]:
         return micro_batches(
             dataset,
             self._config,
-            first_sample=0,
+            first_sample=first_sample,
             dp_rank=self._dp_rank,
             dp_size=self._dp_size,
             device=self._platform.device(),

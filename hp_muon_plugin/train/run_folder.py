@@ -51,6 +51,32 @@ def claimed(folder: Path) -> Iterator[None]:
         yield
 
 
+def error_path(folder: Path, rank: int) -> Path:
+    """Where a rank leaves the reason of its failure.
+
+    Args:
+        folder: The run's folder.
+        rank: Global rank.
+
+    Returns:
+        The path.
+    """
+    return folder / f"rank{rank}.error.json"
+
+
+def log_path(folder: Path, rank: int) -> Path:
+    """Where a rank other than 0 writes its output, and every rank its traceback.
+
+    Args:
+        folder: The run's folder.
+        rank: Global rank.
+
+    Returns:
+        The path.
+    """
+    return folder / f"rank{rank}.log"
+
+
 def unwritable_folder(folder: Path | str, error: OSError) -> ConfigError:
     """What to say where a run's folder cannot be written to.
 

@@ -18,13 +18,17 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from hp_muon_plugin.config.train_options import load_train, save_train
 from hp_muon_plugin.config.trainer import Train
 from hp_muon_plugin.errors import HpMuonError, RunError
 from hp_muon_plugin.train.environment import Launch
-from hp_muon_plugin.train.run_folder import CONFIG, claimed
+from hp_muon_plugin.train.interruption import noted
+from hp_muon_plugin.train.run_folder import CONFIG, claimed, error_path, log_path
+
+if TYPE_CHECKING:
+    from hp_muon_plugin.train.loop import Result
 
 USAGE_EXIT = 2
 FAILURE_EXIT = 1
@@ -75,9 +79,7 @@ def run_and_report(function: Callable[[], None], folder: Path) -> None:
     try:
         function()
     except Terminated:
-        _flush()
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGTERM)  # so that whoever waits for it sees why it ended
+        _end_by_signal()
     except Exception as error:  # the rank ends here, whatever it was
         code = report_failure(error, folder, rank)
         _flush()
@@ -101,6 +103,8 @@ def run_foreign_rank(config: Train, folder: Path) -> Failure | None:
             save_train(config, folder / CONFIG)
         try:
             run_rank(config, folder)
+        except Terminated:  # asked to, and its checkpoint is written
+            _end_by_signal()
         except Exception as error:
             code = report_failure(error, folder, launch.rank)
             return Failure(launch.rank, explained(error), code, log_path(folder, launch.rank))
@@ -147,16 +151,19 @@ def run_rank(config: Train, folder: Path) -> None:
     try:
         if is_first:
             log = MetricLog(config.logger, folder, name=config.run.name, run_config=asdict(config))
-        train_here(config, platform, log, display)
+        with noted(is_wanted=config.checkpoint.on_interrupt):
+            result = train_here(config, platform, log, display, folder)
     finally:
         display.close()
         if log is not None:
             log.close()
     dist.barrier()
     dist.destroy_process_group()
+    if result.is_interrupted:
+        raise Terminated
 
 
-def train_here(config: Train, platform: object, log: object, display: object) -> object:
+def train_here(config: Train, platform: object, log: object, display: object, folder: Path | None = None) -> "Result":
     """Build everything and train; the process group exists.
 
     Args:
@@ -164,11 +171,13 @@ def train_here(config: Train, platform: object, log: object, display: object) ->
         platform: Prepared platform.
         log: Metric sinks on rank 0, None elsewhere.
         display: Progress display.
+        folder: The run's folder; None takes ``run.dir``.
 
     Returns:
-        The run's :class:`~hp_muon_plugin.train.loop.Result`.
+        The run's result.
     """
     from hp_muon_plugin.train import setup
+    from hp_muon_plugin.train.checkpoints import Checkpoints
     from hp_muon_plugin.train.data import load_data
     from hp_muon_plugin.train.loop import Trainer
 
@@ -177,11 +186,21 @@ def train_here(config: Train, platform: object, log: object, display: object) ->
     model, _ = setup.build_model(config, data.vocab_size, platform)  # type: ignore[arg-type]
     optimizer = setup.build_optimizer(config, model)
     schedule = setup.build_schedule(config, optimizer)
+    checkpoints = Checkpoints(
+        config,
+        folder or Path(config.run.dir),
+        model,
+        optimizer,
+        schedule,
+        data=data,
+        device=platform.device(),  # type: ignore[attr-defined]
+    )
     trainer = Trainer(
         config,
         model,
         optimizer,
         schedule,
+        checkpoints=checkpoints,
         data=data,
         platform=platform,  # type: ignore[arg-type]
         log=log,  # type: ignore[arg-type]
@@ -200,32 +219,6 @@ def quiet_logging(*, is_first_rank: bool) -> None:
     logging.getLogger("hp_muon_plugin").setLevel(logging.INFO if is_first_rank else logging.WARNING)
     logging.getLogger("megatron").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"(megatron|torch|transformer_engine|apex)\b.*")
-
-
-def error_path(folder: Path, rank: int) -> Path:
-    """Where a rank leaves the reason of its failure.
-
-    Args:
-        folder: The run's folder.
-        rank: Global rank.
-
-    Returns:
-        The path.
-    """
-    return folder / f"rank{rank}.error.json"
-
-
-def log_path(folder: Path, rank: int) -> Path:
-    """Where a rank other than 0 writes its output, and every rank its traceback.
-
-    Args:
-        folder: The run's folder.
-        rank: Global rank.
-
-    Returns:
-        The path.
-    """
-    return folder / f"rank{rank}.log"
 
 
 def report_failure(error: Exception, folder: Path, rank: int) -> int:
@@ -279,6 +272,13 @@ def _terminate(number: int, frame: FrameType | None) -> NoReturn:
     """Close the bar and the logs on the way out; the launcher kills what takes longer than 3 seconds."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise Terminated
+
+
+def _end_by_signal() -> None:
+    """So that whoever waits for this process sees why it ended."""
+    _flush()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _flush() -> None:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from hp_muon_plugin.checkpoint.canonical import Info, Key, Momentum, RunState
+from hp_muon_plugin.checkpoint.folders import MANIFEST
 from hp_muon_plugin.checkpoint.manifest import (
-    MANIFEST,
     FileInfo,
     Manifest,
     check_files,

@@ -108,9 +108,9 @@ def build(launch: Launch, config: Train) -> Ready:
     return Ready(config, model, optimizer, schedule, trainer)
 
 
-def batches(config: Train, dp_rank: int, dp_size: int) -> Iterator[Batch]:
+def batches(config: Train, dp_rank: int, dp_size: int, *, first_step: int = 0) -> Iterator[Batch]:
     """Random tokens, the same samples per step whatever the number of ranks."""
-    step, size = 0, config.run.global_batch_size
+    step, size = first_step, config.run.global_batch_size
     while True:
         generator = torch.Generator().manual_seed(1000 + step)
         tokens = torch.randint(0, VOCAB, (size, SEQ + 1), generator=generator)
