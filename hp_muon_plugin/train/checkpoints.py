@@ -1,5 +1,6 @@
 """Checkpoints of ``hp-muon train``: when to save, what a run is besides its tensors, and how it goes on."""
 
+import functools
 import json
 import logging
 from dataclasses import asdict, dataclass
@@ -79,8 +80,12 @@ class Checkpoints:
         self._chunks, self._optimizer, self._schedule = [model], optimizer, schedule
         self._data, self._device = data, device
         self._save = save_folder(config, folder)
-        self._team = Team()
         self._saver: Saver | None = None
+
+    @functools.cached_property
+    def _team(self) -> Team:
+        """Made where it is first needed, by all ranks alike: a run that neither saves nor resumes makes no group."""
+        return Team()
 
     def resume(self) -> Progress:
         """Go on from a checkpoint, if the options say so and there is one.

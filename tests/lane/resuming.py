@@ -8,7 +8,7 @@ from dist_pool import run_ranks
 
 from hp_muon_plugin.config.trainer import Train
 from hp_muon_plugin.train.setup import Launch
-from lane.harness import batches, build, whole_weights
+from lane.harness import VOCAB, batches, build, whole_weights
 
 
 @dataclass
@@ -20,16 +20,20 @@ class Outcome:
         losses: Of its steps.
         weights: Whole weights after it; of rank 0 alone.
         random: Numbers that this rank drew during it, one in each step.
+        state: What this rank holds of the optimizer's state after it, by kind and name.
     """
 
     begin: int
     losses: list[float]
     weights: dict[str, torch.Tensor]
     random: list[float]
+    state: dict[str, torch.Tensor]
 
 
 def part(launch: Launch, config: Train, stop: int) -> Outcome:
+    from hp_muon_plugin.megatron.held import held_params
     from hp_muon_plugin.train.checkpoints import Checkpoints
+    from hp_muon_plugin.train.data import TrainingData
 
     ready = build(launch, config)
     torch.manual_seed(launch.rank)  # ranks that draw differently get back what they had
@@ -39,7 +43,7 @@ def part(launch: Launch, config: Train, stop: int) -> Outcome:
         ready.model,
         ready.optimizer,
         ready.schedule,
-        data=None,
+        data=TrainingData(train=None, held_out=None, vocab_size=VOCAB, num_tokens=0, unigram_nats=0.0),
         device=torch.device("cpu"),
     )
     progress = checkpoints.resume()
@@ -53,7 +57,12 @@ def part(launch: Launch, config: Train, stop: int) -> Outcome:
         drawn.append(float(torch.rand(())))
         checkpoints.after_step(progress)
     weights = whole_weights(ready)
-    return Outcome(begin, ready.losses, weights if launch.rank == 0 else {}, drawn)
+    state = {
+        f"{kind}/{held.name}": tensor.clone()
+        for held in held_params([ready.model], ready.optimizer)
+        for kind, tensor in (held.state or {}).items()
+    }
+    return Outcome(begin, ready.losses, weights if launch.rank == 0 else {}, drawn, state)
 
 
 def run(ranks: int, config: Train, stop: int) -> list[Outcome]:

@@ -7,6 +7,9 @@ import pytest
 import torch
 from dist_pool import RankError
 
+from hp_muon_plugin.checkpoint.canonical import Momentum
+from hp_muon_plugin.checkpoint.folders import MANIFEST
+from hp_muon_plugin.checkpoint.manifest import manifest_text, read_manifest
 from hp_muon_plugin.config.choices import OuterMode, Precision, ShardLayout
 from hp_muon_plugin.config.data_parallel import HpFsdp
 from hp_muon_plugin.config.optimizer import AdamW, HpMuon
@@ -104,3 +107,37 @@ def test_megatrons_own_adamw_goes_on_and_over_shards(tmp_path: Path) -> None:
     wide = train_config(moe(hidden_size=64), EP2, optimizer=adamw, steps=4, global_batch=12)
     with pytest.raises(RankError, match=r"model\.hidden_size is 32 there and 64 here"):
         run(2, _at(wide, tmp_path, resume=folder), 4)
+
+
+def test_what_is_loaded_is_what_was_asked_for(tmp_path: Path) -> None:
+    """Other padding of the vocabulary, weights alone, momentum that was a sum: values before any step."""
+
+    def config(topology: Topology, optimizer: AdamW | HpMuon | None = None) -> Train:
+        return train_config(dense(vocab_multiple=40), topology, optimizer=optimizer, steps=4)
+
+    (saved,) = run(1, _at(config(Topology()), tmp_path, every=2), 2)
+    folder = tmp_path / "iter_0000002"
+    padded = run(2, _at(config(Topology(tp=2)), tmp_path, resume=str(folder)), 2)
+    for name, weight in padded[0].weights.items():
+        assert torch.equal(weight[: len(saved.weights[name])], saved.weights[name]), name
+    words = "embedding.word_embeddings.weight"
+    assert (len(saved.weights[words]), len(padded[0].weights[words])) == (120, 160)
+    moments = torch.cat([rank.state[f"exp_avg/{words}"] for rank in padded])
+    assert torch.equal(moments[:120], saved.state[f"exp_avg/{words}"])
+    assert not moments[120:].any()
+    assert padded[1].state[f"step/{words}"] == 2
+
+    options = {"resume": str(folder), "load_optimizer": False, "load_position": False, "load_random": False}
+    (fresh,) = run(1, _at(config(Topology(), AdamW()), tmp_path, **options), 0)
+    assert fresh.begin == 0
+    assert all(torch.equal(weight, saved.weights[name]) for name, weight in fresh.weights.items())
+    assert not any(tensor.any() for tensor in fresh.state.values())
+
+    manifest = read_manifest(folder)
+    manifest.state.momentum = Momentum.sum
+    (folder / MANIFEST).write_text(manifest_text(manifest))
+    (averaged,) = run(1, _at(config(Topology()), tmp_path, resume=str(folder)), 2)
+    momenta = [name for name in averaged.state if name.startswith("momentum_buffer/")]
+    assert len(momenta) == 8
+    for name in momenta:
+        torch.testing.assert_close(averaged.state[name], saved.state[name] * (1 - HpMuon().momentum))
