@@ -17,7 +17,7 @@ from hp_muon_plugin.config.trainer import Checkpoint, Topology, Train
 from lane.harness import dense, moe, train_config
 from lane.resuming import Outcome, run
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # several runs of two to four real ranks
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # several runs of two to four real ranks
 
 EP2, STEPS = Topology(ep=2), 6
 
