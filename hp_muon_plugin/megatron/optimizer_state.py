@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from hp_muon_plugin.muon.optimizer import HpMuonOptimizer
 
@@ -58,9 +59,19 @@ def sharded_optimizer_state(
         for index, main in with_master
     ]
     inner = state["optimizer"]
-    steps = [float(entry["step"]) for entry in inner["state"].values() if "step" in entry]
-    assert len(set(steps)) <= 1, f"AdamW step counts differ: {sorted(set(steps))}"
+    steps = {float(entry["step"]) for entry in inner["state"].values() if "step" in entry}
+    assert len(steps) <= 1, f"AdamW step counts differ: {sorted(steps)}"
     optim_state_to_sharding_state(inner, shards, exclude_keys="step")
-    if steps:
-        inner["state"][_COMMON_STEP] = steps[0]
+    step = _of_all_ranks(max(steps, default=-1.0))
+    if step >= 0:
+        inner["state"][_COMMON_STEP] = step
     return state
+
+
+def _of_all_ranks(step: float) -> float:
+    """Rank 0 writes what is common to all, and may itself update no parameter with AdamW."""
+    if not dist.is_initialized():
+        return step
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, step)
+    return float(max(found))

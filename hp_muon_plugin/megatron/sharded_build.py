@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 
 from hp_muon_plugin.config.choices import MissingGrad
 from hp_muon_plugin.config.optimizer import AdamW, HpMuon, ScalarAdamW
@@ -19,6 +22,7 @@ from hp_muon_plugin.megatron.main_params import ParamPair, main_param
 from hp_muon_plugin.megatron.norms import CountedParam, counts_here
 from hp_muon_plugin.megatron.optimizer import HpMuonMegatronOptimizer
 from hp_muon_plugin.megatron.param_groups import divide_groups, upstream_groups
+from hp_muon_plugin.megatron.sharded_checkpoint import of_owner
 from hp_muon_plugin.megatron.sharded_model import HpFsdpModel, sharded_groups
 from hp_muon_plugin.megatron.specs import chunk_specs
 from hp_muon_plugin.muon.distributed.items import ShardedParam
@@ -50,15 +54,25 @@ class ShardedMegatronOptimizer(HpMuonMegatronOptimizer):
             chunk.schedule.note_update()
         return True
 
-    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused: Megatron's checkpoints would take shards for whole parameters.
+    def sharded_state_dict(
+        self, model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None, **kwargs: Any
+    ) -> Any:
+        """State for megatron-core's distributed checkpoints: the ranges that this rank updates.
 
-        Raises:
-            ConfigError: Always.
+        Args:
+            model_sharded_state_dict: Of the same chunks, in any structure.
+            is_loading: Whether it is to be loaded into.
+            metadata: Ignored; accepted for newer versions.
+            **kwargs: Ignored, likewise.
+
+        Returns:
+            A sharded state dict. Its tensors have the keys and global shapes of a model that is not sharded.
         """
-        raise ConfigError(
-            "dp", "hp_fsdp", "checkpoints of shards are not part of this version", "take dp=megatron_ddp to save"
-        )
+        entries = extract_sharded_tensors_and_factories(model_sharded_state_dict)[0]
+        own = [entry for entry in nested_values(entries) if isinstance(entry, ShardedTensorFactory)]
+        if any(chunk.has_owners for chunk in self.chunks):
+            own = [of_owner(entry) for entry in own]
+        return super().sharded_state_dict(own, is_loading, metadata, **kwargs)
 
 
 def adamw_only(options: AdamW) -> HpMuon:

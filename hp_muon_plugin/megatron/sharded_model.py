@@ -15,7 +15,6 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 
-from hp_muon_plugin.config.choices import FloatDtype
 from hp_muon_plugin.config.data_parallel import HpFsdp
 from hp_muon_plugin.errors import ConfigError
 from hp_muon_plugin.fsdp.api import hp_fully_shard, no_sync, schedule_of
@@ -24,6 +23,7 @@ from hp_muon_plugin.fsdp.mesh import ShardMesh
 from hp_muon_plugin.fsdp.parameter import Parameter
 from hp_muon_plugin.fsdp.policy import MixedPrecision
 from hp_muon_plugin.megatron.groups import MegatronGroups, megatron_groups
+from hp_muon_plugin.megatron.sharded_checkpoint import answer_checkpoints
 from hp_muon_plugin.megatron.units import granularities, unit_modules
 from hp_muon_plugin.platform.wire import C10dWire, Wire
 
@@ -71,6 +71,7 @@ class HpFsdpModel(DistributedDataParallel):  # type: ignore[misc]  # megatron-co
         self.expert_mesh = ShardMesh.divided(self.groups.expert_dp, self.options.replicas) if experts else None
         self._shard(config, experts, wire or C10dWire())
         self.schedule = schedule_of(module)
+        answer_checkpoints(self)
         for bucket, parameter in self.sharded():
             if bucket.is_trainable:
                 parameter.sharded.main_grad = bucket.grad_view(parameter)  # type: ignore[attr-defined]
@@ -87,7 +88,7 @@ class HpFsdpModel(DistributedDataParallel):  # type: ignore[misc]  # megatron-co
                 unit,
                 self.dense_mesh,
                 reshard_after_forward=options.reshard_after_forward,
-                mp_policy=MixedPrecision(reduce_dtype=_dtype(options.reduce_dtype), cast_forward_inputs=False),
+                mp_policy=MixedPrecision(reduce_dtype=getattr(torch, options.reduce_dtype), cast_forward_inputs=False),
                 other_meshes=others,
                 granularity=lambda name, parameter: atoms[parameter],
                 divisor=1.0 if config.calculate_per_token_loss else float(self.groups.dp.size),
@@ -118,6 +119,11 @@ class HpFsdpModel(DistributedDataParallel):  # type: ignore[misc]  # megatron-co
         """
         owners = self.schedule.reducer.group_of(bucket).owners(bucket)
         return owners is None or owners[bucket.parameters.index(parameter)] == bucket.mesh.replicate.index
+
+    @property
+    def has_owners(self) -> bool:
+        """Whether each parameter is updated by one replica alone."""
+        return any(group.segments for group in self.schedule.reducer.groups)
 
     @contextlib.contextmanager
     def whole_parameters(self) -> Iterator[dict[torch.nn.Parameter, tuple[Bucket, Parameter]]]:
@@ -214,11 +220,6 @@ class HpFsdpModel(DistributedDataParallel):  # type: ignore[misc]  # megatron-co
     def restore_grad_buffers(self, *unused: Any, **also_unused: Any) -> None:
         """Refused, likewise."""
         self.offload_grad_buffers()
-
-
-def _dtype(name: FloatDtype) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
 
 
 def _refuse(config: Any, ddp_config: Any) -> None:

@@ -23,13 +23,27 @@ def unit_modules(module: torch.nn.Module) -> list[torch.nn.Module]:
     Returns:
         Modules that have parameters.
     """
-    model: Any = module
-    while not hasattr(model, "decoder") and hasattr(model, "module"):
-        model = model.module
+    model: Any = innermost(module)
     names = end_units(is_tied=bool(getattr(model, "share_embeddings_and_output_weights", False)))
     ends = [child for name, child in model.named_modules() if name in names]
     layers = [child for child in reversed(list(model.modules())) if isinstance(child, _LAYERS)]
     return [child for child in [*layers, *ends] if any(True for _ in child.parameters())]
+
+
+def innermost(module: torch.nn.Module) -> torch.nn.Module:
+    """The model inside Megatron's wrappers for types.
+
+    Args:
+        module: A chunk, wrapped or not.
+
+    Returns:
+        The first module with a decoder, or the last one that wraps nothing.
+    """
+    model: Any = module
+    while not hasattr(model, "decoder") and hasattr(model, "module"):
+        model = model.module
+    inner: torch.nn.Module = model
+    return inner
 
 
 def granularities(module: torch.nn.Module, groups: MegatronGroups) -> dict[torch.nn.Parameter, tuple[int, bool]]:
