@@ -159,10 +159,17 @@ def say(message: str) -> None:
 
 
 def _hydra_options(config_name: str) -> dict[str, Any]:
-    options: dict[str, Any] = {"config_path": "pkg://hp_muon_plugin.conf", "config_name": config_name}
-    if parse_version(metadata.version("hydra-core")) < parse_version("1.4"):
-        options["version_base"] = "1.3"  # 1.4 warns where it is given, 1.3 where it is not
-    return options
+    return {
+        "config_path": "pkg://hp_muon_plugin.conf",
+        "config_name": config_name,
+        **hydra_version_options(),
+    }
+
+
+def hydra_version_options() -> dict[str, Any]:
+    """What the installed Hydra wants to be told of its version: 1.4 warns where it is given, 1.3 where it is not."""
+    is_old = parse_version(metadata.version("hydra-core")) < parse_version("1.4")
+    return {"version_base": "1.3"} if is_old else {}
 
 
 def _function(job: _Job) -> Callable[[DictConfig], None]:

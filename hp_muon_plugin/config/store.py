@@ -9,6 +9,7 @@ from hydra.plugins.config_source import ConfigLoadError
 
 from hp_muon_plugin.config.data_parallel import DataParallel, HpFsdp
 from hp_muon_plugin.config.optimizer import AdamW, HpMuon
+from hp_muon_plugin.config.script import Script
 from hp_muon_plugin.config.trainer import Data, Logger, Model, Platform, Topology, Train
 
 _SCHEMAS: tuple[tuple[str | None, str, type], ...] = (
@@ -22,6 +23,7 @@ _SCHEMAS: tuple[tuple[str | None, str, type], ...] = (
     ("logger", "hp_muon_logger_schema", Logger),
     ("platform", "hp_muon_platform_schema", Platform),
     (None, "hp_muon_train_schema", Train),
+    (None, "hp_muon_run_schema", Script),
 )
 
 

@@ -46,6 +46,7 @@ class Report:
         data_parallel: Options of the wrapper that takes the place of DistributedDataParallel, or None.
         hooks: Hooks in place.
         num_built: Optimizers that the plugin has built.
+        num_wrapped: Model chunks that the plugin has wrapped.
     """
 
     version: CoreVersion
@@ -54,9 +55,13 @@ class Report:
     data_parallel: HpFsdp | None = None
     hooks: list[Installed] = field(default_factory=list)
     num_built: int = 0
+    num_wrapped: int = 0
 
     def __str__(self) -> str:
-        lines = [f"hp_muon in megatron-core {self.version}, optimizer chosen {self.select.replace('_', ' ')}"]
+        chosen = "in the place of every optimizer" if self.select is Select.always else "chosen by its name"
+        lines = [f"hp_muon in megatron-core {self.version}, {chosen}"]
+        if self.data_parallel is not None:
+            lines.append(f"  sharded: {self.data_parallel.replicas} replicas, outer={self.data_parallel.outer}")
         for installed in self.hooks:
             lines.append(f"  {installed.hook.name} ({installed.hook.kind}): {', '.join(installed.names())}")
         return "\n".join(lines)
@@ -73,11 +78,17 @@ class Report:
         return self.select is Select.always or getattr(config, "optimizer", None) == NAME
 
     def assert_used(self) -> None:
-        """Raise if no optimizer was built through the plugin although it is to build all of them.
+        """Raise if the trainer took a way around the plugin: it built no optimizer, or wrapped no model.
 
         Raises:
             HookError: Saying what to look for.
         """
+        if self.data_parallel is not None and self.num_wrapped == 0:
+            raise HookError(
+                "the model was to be sharded, but the trainer wrapped it by another way\n"
+                "  fix: call install() before the trainer builds its model, and let it use "
+                "megatron.core.distributed.DistributedDataParallel itself, no class made from it"
+            )
         if self.num_built == 0:
             raise HookError(
                 "hp_muon was installed, but the trainer built its optimizer by another way\n"
@@ -225,6 +236,7 @@ def _factory(hook: Hook, report: Report, original: Any) -> Any:
         rest = {name: value for name, value in bound.items() if name not in ("config", "model_chunks")}
         if not report.is_selected(bound["config"]):
             sharded = _sharded(bound["config"], bound["model_chunks"], rest) if report.data_parallel else None
+            report.num_built += sharded is not None
             return original(*args, **kwargs) if sharded is None else sharded
         _refuse_stale_aliases(report)
         from hp_muon_plugin.megatron.build import build_megatron_optimizer
@@ -246,7 +258,11 @@ def _wrapper(hook: Hook, report: Report, original: Any) -> Any:
     from hp_muon_plugin.megatron.wrapping import sharding_init
 
     assert report.data_parallel is not None
-    return sharding_init(original, report.data_parallel)
+
+    def note() -> None:
+        report.num_wrapped += 1
+
+    return sharding_init(original, report.data_parallel, note)
 
 
 def _guard(hook: Hook, report: Report, original: Any) -> Any:

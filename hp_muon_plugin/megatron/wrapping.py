@@ -15,7 +15,9 @@ from hp_muon_plugin.megatron.sharded_build import build_sharded_optimizer
 from hp_muon_plugin.megatron.sharded_model import HpFsdpModel, add_no_sync
 
 
-def sharding_init(original: Callable[..., None], options: HpFsdp) -> Callable[..., None]:
+def sharding_init(
+    original: Callable[..., None], options: HpFsdp, note: Callable[[], None] = lambda: None
+) -> Callable[..., None]:
     """A constructor that makes the object one of ours.
 
     The class of the object changes while it is built, and not later: whoever calls
@@ -24,6 +26,7 @@ def sharding_init(original: Callable[..., None], options: HpFsdp) -> Callable[..
     Args:
         original: DistributedDataParallel's own, for its subclasses.
         options: Options.
+        note: Called with every chunk that is wrapped.
 
     Returns:
         The constructor.
@@ -38,6 +41,7 @@ def sharding_init(original: Callable[..., None], options: HpFsdp) -> Callable[..
         self.__init__(*args, options=options, **kwargs)
         if not self.ddp_config.overlap_grad_reduce:  # with it, Megatron's trainers set the function, and want none
             add_no_sync(self.config, self)
+        note()
 
     return init
 

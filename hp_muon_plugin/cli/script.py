@@ -1,0 +1,163 @@
+"""``python -m hp_muon_plugin.run``: an unmodified Megatron-LM script trains with the plugin."""
+
+import os
+import runpy
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from hp_muon_plugin.cli.hydra_app import complain, say
+from hp_muon_plugin.cli.script_args import Request, parse, parser
+from hp_muon_plugin.cli.script_config import composed_choice
+from hp_muon_plugin.cli.script_line import optimizer_of, script_line
+from hp_muon_plugin.config.choices import PlatformName
+from hp_muon_plugin.config.optimizer import HpMuon
+from hp_muon_plugin.config.script import OPTIMIZER, Choice
+from hp_muon_plugin.errors import ConfigError, HookError, HpMuonError
+from hp_muon_plugin.train.environment import check_environment, is_rank, speaks
+from hp_muon_plugin.train.worker import FAILURE_EXIT, USAGE_EXIT, is_mistake
+
+_OTHER_RANKS_WAIT_S = 5.0
+"""How long rank 0 has to tell an error that ranks may find alike."""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Check the options, install the plugin, and run the script.
+
+    Args:
+        arguments: After ``-m hp_muon_plugin.run``.
+
+    Returns:
+        Exit code: 2 for a user's mistake, 1 where the plugin was not used or a step failed, else 0. Whatever else the
+        script raises passes through, ``SystemExit`` included.
+    """
+    try:
+        request = parse(arguments)
+        if request.wants_help:
+            print(parser().format_help())
+            if request.script is None:
+                return 0
+        choice = composed_choice(_with_script_optimizer(request))
+        platform = _chosen_platform(choice)
+        line, added = script_line(request.arguments, choice, platform)
+        _check_script(request)
+        if is_rank():
+            check_environment(os.environ)
+    except HpMuonError as error:
+        complain(str(error))
+        return USAGE_EXIT
+    try:
+        _run(request, choice, platform, line, added)
+    except HpMuonError as error:
+        _tell(str(error))
+        return USAGE_EXIT if is_mistake(error) else FAILURE_EXIT
+    return 0
+
+
+def _with_script_optimizer(request: Request) -> Request:
+    """``--optimizer adam`` among the script's arguments chooses, where no option of ours does."""
+    name = optimizer_of(request.arguments)
+    if name in (None, HpMuon.name) or request.config is not None:
+        return request
+    if any(word.lstrip("+").startswith((f"{OPTIMIZER}=", f"{OPTIMIZER}.")) for word in request.overrides):
+        return request
+    if any(path.startswith(f"{OPTIMIZER}.") for path in request.values):
+        return request
+    return replace(request, overrides=(f"{OPTIMIZER}=adamw", *request.overrides))
+
+
+def _chosen_platform(choice: Choice) -> PlatformName:
+    from hp_muon_plugin.platform.base import choose
+
+    return choose(choice.platform).name
+
+
+def _check_script(request: Request) -> None:
+    assert request.script is not None
+    if not request.is_module and not Path(request.script).is_file():
+        raise ConfigError("SCRIPT", request.script, "there is no such file", "give the path of the training script")
+
+
+def _run(request: Request, choice: Choice, platform: PlatformName, line: list[str], added: list[str]) -> None:
+    assert request.script is not None
+    if not is_rank():
+        os.environ.update(_alone())
+    from hp_muon_plugin.megatron.installation import Report, Select, install
+    from hp_muon_plugin.platform.base import choose
+
+    device = choose(platform)
+    device.prepare(int(os.environ.get("LOCAL_RANK", "0")))
+    _repair(platform)
+    report: Report = install(
+        choice.optimizer,
+        select=Select.by_name if choice.optimizer is None else Select.always,
+        data_parallel=choice.data_parallel,
+        hooks=choice.hooks,
+        strict=choice.strict,
+        allow_untested=choice.allow_untested,
+    )
+    if speaks():
+        say(f"{report}" + (f"\n  added to the script's arguments: {' '.join(added)}" if added else ""))
+    before = sys.argv, list(sys.path)
+    sys.argv = [request.script, *line]
+    try:
+        if request.is_module:
+            runpy.run_module(request.script, run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, str(Path(request.script).resolve().parent))
+            runpy.run_path(request.script, run_name="__main__")
+    finally:
+        sys.argv, sys.path[:] = before
+    _check_used(report, choice)
+
+
+def _repair(platform: PlatformName) -> None:
+    from hp_muon_plugin.megatron.cpu_fixes import apply_cpu_fixes
+    from hp_muon_plugin.megatron.local_fixes import apply_local_fixes
+    from hp_muon_plugin.megatron.training_fixes import apply_training_fixes
+
+    if platform is PlatformName.cpu:
+        apply_cpu_fixes()
+    else:
+        apply_local_fixes()
+    apply_training_fixes()
+
+
+def _check_used(report: object, choice: Choice) -> None:
+    from hp_muon_plugin.megatron.installation import Report
+
+    assert isinstance(report, Report)
+    if not choice.is_ours:
+        return
+    try:
+        report.assert_used()
+    except HookError as error:
+        if choice.strict:
+            raise
+        say(f"warning: {error}")
+
+
+def _alone() -> dict[str, str]:
+    """The environment of a job of one rank."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def _tell(message: str) -> None:
+    """Print an error of the run: rank 0 first, others if they are still there, for they may have met another."""
+    if not speaks():
+        time.sleep(_OTHER_RANKS_WAIT_S)
+        message = f"rank {os.environ.get('RANK')}: {message}"
+    say(message)
