@@ -83,6 +83,21 @@ class Reducer:
             else:
                 group.keep_partial()
 
+    def release(self) -> None:
+        """Give up the memory of reduced gradients between steps. Their values are lost, views of them stay."""
+        for group in self.groups:
+            group.scratch = None
+            group.grad.untyped_storage().resize_(0)
+
+    def restore(self) -> None:
+        """Take memory for reduced gradients again, zeros; views are valid again."""
+        for group in self.groups:
+            last = group.grad.storage_offset() + group.grad.numel()
+            storage = group.grad.untyped_storage()
+            storage.resize_(max(storage.size(), last * group.grad.element_size()))
+        for group in self.groups:
+            group.grad.zero_()
+
     def _reduce(self, unit: Unit) -> None:
         unit.is_reduced = True
         if unit.grads is None:

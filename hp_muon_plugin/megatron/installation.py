@@ -6,8 +6,6 @@ import inspect
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any
 
 from hp_muon_plugin.config.data_parallel import HpFsdp
@@ -16,86 +14,16 @@ from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.config.options import from_options, plain
 from hp_muon_plugin.config.ranges import check_ranges
 from hp_muon_plugin.errors import HookError, raise_all
+from hp_muon_plugin.megatron.bypass import refuse_other_muon, refuse_stale_aliases, refuse_unsharded
 from hp_muon_plugin.megatron.contract import check_contract
-from hp_muon_plugin.megatron.hooks import HOOKS, Hook, HookKind, Installed, aliases, put, take_back
+from hp_muon_plugin.megatron.hooks import HOOKS, Hook, HookKind, put, take_back
 from hp_muon_plugin.megatron.options import Given
+from hp_muon_plugin.megatron.report import Report, Select
 from hp_muon_plugin.megatron.versions import CoreVersion, check_tested, core_version
 
+__all__ = ["Report", "Select", "install", "installed", "uninstall"]
+
 logger = logging.getLogger(__name__)
-
-NAME = "hp_muon"
-
-
-class Select(StrEnum):
-    """When the plugin's optimizer is built."""
-
-    by_name = "by_name"
-    """For ``OptimizerConfig.optimizer == 'hp_muon'`` only."""
-    always = "always"
-    """For every optimizer, whatever its name: for trainers whose ``--optimizer`` takes no new names."""
-
-
-@dataclass(slots=True)
-class Report:
-    """What :func:`install` did, and what happened since.
-
-    Attributes:
-        version: megatron-core.
-        select: When the plugin's optimizer is built.
-        given: Options that were given; the rest comes from Megatron's configuration.
-        data_parallel: Options of the wrapper that takes the place of DistributedDataParallel, or None.
-        hooks: Hooks in place.
-        num_built: Optimizers that the plugin has built.
-        num_wrapped: Model chunks that the plugin has wrapped.
-    """
-
-    version: CoreVersion
-    select: Select
-    given: Given
-    data_parallel: HpFsdp | None = None
-    hooks: list[Installed] = field(default_factory=list)
-    num_built: int = 0
-    num_wrapped: int = 0
-
-    def __str__(self) -> str:
-        chosen = "in the place of every optimizer" if self.select is Select.always else "chosen by its name"
-        lines = [f"hp_muon in megatron-core {self.version}, {chosen}"]
-        if self.data_parallel is not None:
-            lines.append(f"  sharded: {self.data_parallel.replicas} replicas, outer={self.data_parallel.outer}")
-        for installed in self.hooks:
-            lines.append(f"  {installed.hook.name} ({installed.hook.kind}): {', '.join(installed.names())}")
-        return "\n".join(lines)
-
-    def is_selected(self, config: Any) -> bool:
-        """Whether the plugin's optimizer is meant for a configuration.
-
-        Args:
-            config: megatron-core's ``OptimizerConfig``.
-
-        Returns:
-            True if so.
-        """
-        return self.select is Select.always or getattr(config, "optimizer", None) == NAME
-
-    def assert_used(self) -> None:
-        """Raise if the trainer took a way around the plugin: it built no optimizer, or wrapped no model.
-
-        Raises:
-            HookError: Saying what to look for.
-        """
-        if self.data_parallel is not None and self.num_wrapped == 0:
-            raise HookError(
-                "the model was to be sharded, but the trainer wrapped it by another way\n"
-                "  fix: call install() before the trainer builds its model, and let it use "
-                "megatron.core.distributed.DistributedDataParallel itself, no class made from it"
-            )
-        if self.num_built == 0:
-            raise HookError(
-                "hp_muon was installed, but the trainer built its optimizer by another way\n"
-                "  fix: call install() before the trainer builds its model, and let it use "
-                "megatron.core.optimizer.get_megatron_optimizer"
-            )
-
 
 _report: Report | None = None
 
@@ -228,17 +156,18 @@ def _take_back(report: Report) -> None:
 
 def _factory(hook: Hook, report: Report, original: Any) -> Any:
     """A factory that builds the plugin's optimizer where it is selected and calls through elsewhere."""
-    _refuse_other_muon(hook, original)
+    refuse_other_muon(hook, original)
 
     @functools.wraps(original)
     def factory(*args: Any, **kwargs: Any) -> Any:
         bound = inspect.signature(original).bind(*args, **kwargs).arguments
         rest = {name: value for name, value in bound.items() if name not in ("config", "model_chunks")}
+        refuse_unsharded(report, bound["model_chunks"])
         if not report.is_selected(bound["config"]):
             sharded = _sharded(bound["config"], bound["model_chunks"], rest) if report.data_parallel else None
             report.num_built += sharded is not None
             return original(*args, **kwargs) if sharded is None else sharded
-        _refuse_stale_aliases(report)
+        refuse_stale_aliases(report)
         from hp_muon_plugin.megatron.build import build_megatron_optimizer
 
         built = build_megatron_optimizer(bound["config"], bound["model_chunks"], settings=report.given, arguments=rest)
@@ -271,9 +200,13 @@ def _guard(hook: Hook, report: Report, original: Any) -> Any:
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         bound = inspect.signature(original).bind(self, *args, **kwargs).arguments
-        if report.is_selected(bound["config"]) and not type(self).__module__.startswith("hp_muon_plugin."):
+        is_expected = report.is_selected(bound["config"]) or report.num_wrapped > 0
+        if is_expected and not type(self).__module__.startswith("hp_muon_plugin."):
+            what = (
+                "hp_muon is selected" if report.is_selected(bound["config"]) else "the model is sharded by dp=hp_fsdp"
+            )
             raise HookError(
-                f"hp_muon is selected, but {type(self).__module__}.{type(self).__name__} was about to be built "
+                f"{what}, but {type(self).__module__}.{type(self).__name__} was about to be built "
                 "instead: the trainer took a way around megatron.core.optimizer.get_megatron_optimizer\n"
                 "  fix: call hp_muon_plugin.megatron.install() before the trainer imports the factory into a "
                 "closure, a default argument or a table, or build with "
@@ -282,28 +215,6 @@ def _guard(hook: Hook, report: Report, original: Any) -> Any:
         original(self, *args, **kwargs)
 
     return init
-
-
-def _refuse_other_muon(hook: Hook, original: Any) -> None:
-    module = getattr(original, "__module__", "") or ""
-    name = getattr(original, "__qualname__", "") or ""
-    if not module.startswith("megatron.") and "muon" in f"{module}.{name}".lower():
-        raise HookError(
-            f"hook {hook.name}: {hook.target} is already replaced by {module}.{name}, another Muon\n"
-            "  fix: switch that one off (MindSpeed: leave --optimizer muon out)"
-        )
-
-
-def _refuse_stale_aliases(report: Report) -> None:
-    for hook in report.hooks:
-        if hook.hook.kind is not HookKind.factory:
-            continue
-        stale = [f"{module.__name__}.{name}" for module, name in aliases(hook.original)]
-        if stale:
-            raise HookError(
-                f"{', '.join(stale)} still is Megatron's own {hook.hook.attribute}\n"
-                "  fix: call hp_muon_plugin.megatron.install() after that assignment, or import the function later"
-            )
 
 
 def _warn_unused(report: Report) -> None:

@@ -10,7 +10,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from hp_muon_plugin.config.choices import MissingGrad, NonFinite
 from hp_muon_plugin.megatron.groups import MegatronGroups
-from hp_muon_plugin.megatron.main_params import ParamPair
+from hp_muon_plugin.megatron.main_params import ParamPair, move
 from hp_muon_plugin.megatron.missing import MissingGradients
 from hp_muon_plugin.megatron.norms import CountedParam, grad_norms, num_zeros
 from hp_muon_plugin.megatron.optimizer_state import load_main_params, sharded_optimizer_state
@@ -270,6 +270,14 @@ class HpMuonMegatronOptimizer(MegatronOptimizer):  # type: ignore[misc]  # megat
         """
         pairs = [(pair.model, pair.main if pair.is_copy else None) for pair in self._pairs]
         return sharded_optimizer_state(self.state_dict(is_loading), pairs, model_sharded_state_dict)
+
+    def offload_to_cpu(self) -> None:
+        """Keep masters and state in host memory until :meth:`restore_from_cpu`; no step may be taken in between."""
+        move(self._pairs, self.optimizer.state, "cpu")
+
+    def restore_from_cpu(self) -> None:
+        """Bring masters and state back to the model's device."""
+        move(self._pairs, self.optimizer.state, None)
 
     def _publish(self) -> None:
         copies = [pair for pair in self._pairs if pair.is_copy]

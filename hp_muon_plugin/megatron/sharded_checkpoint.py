@@ -202,15 +202,37 @@ class _Range:
         if isinstance(self.template, ShardedTensor):
             whole: ShardedTensor = replace(self.template, key=key, data=meta, dtype=dtype)
             return [whole]
-        built = self.template.build_fn(key, meta, self.template.replica_id, None)
-        tensors = [built] if isinstance(built, ShardedTensor) else list(nested_values(built))
-        for tensor in tensors:
-            if tensor.data is None or tensor.data.untyped_storage()._cdata != meta.untyped_storage()._cdata:
-                raise CheckpointError(
-                    f"{key}: the model saves a copy of this weight, of which a shard is no part\n"
-                    "  fix: take dp=megatron_ddp, or a layer of megatron-core that saves views"
-                )
-        return tensors
+        tensors = self._built(key, meta)
+        if all(t.data.untyped_storage()._cdata == meta.untyped_storage()._cdata for t in tensors):
+            return tensors
+        return [self._as_view(tensor, meta) for tensor in self._built(key, torch.arange(meta.numel()).view(meta.shape))]
+
+    def _built(self, key: str, data: torch.Tensor) -> list[ShardedTensor]:
+        built = self.template.build_fn(key, data, self.template.replica_id, None)
+        if isinstance(built, ShardedTensor):
+            return [built]
+        return [found for found in nested_values(built) if isinstance(found, ShardedTensor)]
+
+    def _as_view(self, tensor: ShardedTensor, meta: torch.Tensor) -> ShardedTensor:
+        """A tensor that the model copies, such as a transposed expert: where its elements come from, told by numbers.
+
+        Raises:
+            CheckpointError: If they do not lie at equal steps.
+        """
+        numbers: torch.Tensor = tensor.data
+        first = int(numbers.reshape(-1)[0])
+        steps = [
+            int(numbers.movedim(dim, 0).reshape(size, -1)[min(1, size - 1), 0]) - first or 1
+            for dim, size in enumerate(numbers.shape)
+        ]
+        if not numbers.equal(torch.arange(meta.numel()).as_strided(numbers.shape, steps, first)):
+            raise CheckpointError(
+                f"{tensor.key}: the model saves this weight in another order, of which a shard is no part\n"
+                "  fix: take dp=megatron_ddp to save"
+            )
+        view = meta.as_strided(numbers.shape, steps, first)
+        told: ShardedTensor = replace(tensor, data=view, dtype=view.dtype)
+        return told
 
     def _whole_slices(self, whole: ShardedTensor, part: torch.Tensor) -> Iterator[_Piece]:
         """A transposed weight, such as an expert's in megatron-core's grouped layer: slices of dim 0 stay whole."""

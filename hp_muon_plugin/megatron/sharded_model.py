@@ -24,7 +24,7 @@ from hp_muon_plugin.fsdp.parameter import Parameter
 from hp_muon_plugin.fsdp.policy import MixedPrecision
 from hp_muon_plugin.megatron.groups import MegatronGroups, megatron_groups
 from hp_muon_plugin.megatron.sharded_checkpoint import answer_checkpoints
-from hp_muon_plugin.megatron.units import granularities, unit_modules
+from hp_muon_plugin.megatron.units import granularities, show_experts, unit_modules
 from hp_muon_plugin.platform.wire import C10dWire, Wire
 
 
@@ -79,6 +79,7 @@ class HpFsdpModel(DistributedDataParallel):  # type: ignore[misc]  # megatron-co
 
     def _shard(self, config: Any, experts: set[torch.nn.Parameter], wire: Wire) -> None:
         options, module = self.options, self.module
+        show_experts(module, experts)
         atoms = granularities(module, self.groups)
         units = unit_modules(module)
         least = options.outer_bucket_mib
@@ -214,12 +215,12 @@ class HpFsdpModel(DistributedDataParallel):  # type: ignore[misc]  # megatron-co
         """Nothing to free: buffers of gathered weights are bounded and used again."""
 
     def offload_grad_buffers(self, *unused: Any, **also_unused: Any) -> None:
-        """Refused: shards of gradients stay where they are."""
-        raise NotImplementedError("offloading gradient buffers is not part of dp=hp_fsdp")
+        """Give up the memory of gradients until :meth:`restore_grad_buffers`; their values are lost, as in Megatron."""
+        self.schedule.reducer.release()
 
     def restore_grad_buffers(self, *unused: Any, **also_unused: Any) -> None:
-        """Refused, likewise."""
-        self.offload_grad_buffers()
+        """Take it again, zeros."""
+        self.schedule.reducer.restore()
 
 
 def _refuse(config: Any, ddp_config: Any) -> None:

@@ -46,6 +46,32 @@ def innermost(module: torch.nn.Module) -> torch.nn.Module:
     return inner
 
 
+def show_experts(module: torch.nn.Module, experts: set[torch.nn.Parameter]) -> None:
+    """Give legacy grouped experts the shape that their layer reads them in, so that experts stay whole.
+
+    Megatron-core's GroupedMLP (up to 0.16) keeps ``weight1`` as ``(hidden, E * ffn)``, which reads like a matrix, and
+    views it as ``(E, hidden, ffn)``; the memory is the same.
+
+    Args:
+        module: A chunk that is not sharded yet; its parameters are replaced.
+        experts: Those on expert-parallel ranks; the new parameters take the place of the old ones.
+    """
+    for layer in module.modules():
+        count: Any = getattr(layer, "num_local_experts", None)
+        for name in ("weight1", "weight2"):
+            flat = layer._parameters.get(name)
+            if not isinstance(count, int) or flat is None or flat.dim() != 2:
+                continue
+            hidden = flat.shape[0] if name == "weight1" else flat.shape[1]
+            shape = (count, hidden, -1) if name == "weight1" else (count, -1, hidden)
+            shown = torch.nn.Parameter(flat.detach().view(shape), requires_grad=flat.requires_grad)
+            vars(shown).update(vars(flat))
+            layer._parameters[name] = shown
+            if flat in experts:
+                experts.remove(flat)
+                experts.add(shown)
+
+
 def granularities(module: torch.nn.Module, groups: MegatronGroups) -> dict[torch.nn.Parameter, tuple[int, bool]]:
     """What of each weight stays whole: ``(elements, is_never_cut)``.
 
