@@ -94,7 +94,7 @@ class Reducer:
         for group in self.groups:
             last = group.grad.storage_offset() + group.grad.numel()
             storage = group.grad.untyped_storage()
-            storage.resize_(max(storage.size(), last * group.grad.element_size()))
+            storage.resize_(max(int(storage.size()), int(last) * group.grad.element_size()))
         for group in self.groups:
             group.grad.zero_()
 

@@ -30,7 +30,7 @@ SMALL = _words(
     "--lr-decay-style cosine --clip-grad 0.7 --tokenizer-type NullTokenizer --vocab-size 127 --split 90,10,0 "
     "--swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope --num-workers 0 "
     "--untie-embeddings-and-output-weights --no-persist-layer-norm --no-masked-softmax-fusion --no-bias-swiglu-fusion "
-    "--no-rope-fusion --attention-backend unfused"
+    "--no-rope-fusion --attention-backend unfused --hidden-dropout 0 --attention-dropout 0"
 )
 MOCK = ["--mock-data"]
 MOE = _words(
@@ -87,7 +87,7 @@ def _run(num_ranks: int, line: tuple[str, ...]) -> Outcome:
     require_training()
     import megatron.training.training  # noqa: F401  # once, before ranks are forked
 
-    results = run_ranks(num_ranks, _rank, line, timeout_s=110.0)
+    results = run_ranks(num_ranks, _rank, line, timeout_s=280.0)
     codes = {code for code, _ in results}
     assert len(codes) == 1, results
     return Outcome(codes.pop(), results[0][1], results[-1][1])

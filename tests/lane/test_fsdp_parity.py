@@ -20,7 +20,12 @@ from lane.oracle import train_with_oracle
 
 STEPS = 20
 TOLERANCE = {"hp_muon": 1e-5, "adamw": 2e-6}
-MODELS = {"dense": dense, "moe": moe, "tied": lambda: dense(tie_embeddings=True)}
+MODELS = {
+    "dense": dense,
+    "moe": moe,
+    "tied": lambda: dense(tie_embeddings=True),
+    "qk": lambda: dense(qk_layernorm=True),
+}
 OPTIMIZERS = {"hp_muon": HpMuon(lr=5e-3, weight_decay=0.1), "adamw": AdamW(lr=5e-3)}
 
 
@@ -71,7 +76,7 @@ FSDP = HpFsdp()
 LAYOUTS = [
     ("dense", 1, Topology(), FSDP),
     ("dense", 2, Topology(), HpFsdp(shard_accumulated=True)),
-    ("dense", 4, SP, FSDP),
+    ("qk", 4, SP, FSDP),
     ("dense", 4, PP, FSDP),
     ("tied", 4, PP, FSDP),
     ("moe", 2, EP, FSDP),

@@ -47,7 +47,7 @@ def test_every_method_takes_what_megatrons_own_takes() -> None:
     assert seen > 50
 
 
-def test_unwrap_model_finds_the_model_inside() -> None:
+def test_what_trainers_read_of_a_chunk_and_of_its_parameters_is_there() -> None:
     assert run_ranks(1, _unwrapped) == [("GPTModel", "GPTModel", 1)]
 
 
@@ -57,7 +57,16 @@ def _unwrapped(launch: Launch) -> Any:
     ready = build(launch, train_config(dense(), dp=HpFsdp()))
     unwrap = getattr(utils, "unwrap_model", lambda chunks: [chunk.module for chunk in chunks])  # 0.14 and later
     inner, config = unwrap([ready.model])[0], utils.get_model_config(ready.model)
-    return type(ready.model.module).__name__, type(inner).__name__, config.pipeline_model_parallel_size
+    model: Any = ready.model
+    for parameter in inner.parameters():
+        assert parameter.main_grad.dtype is torch.float32
+        assert parameter.main_grad.shape == parameter.shape
+        assert parameter.grad_added_to_main_grad is False
+    assert {"tensor_model_parallel", "partition_dim"} <= set(vars(inner.embedding.word_embeddings.weight))
+    model.force_all_reduce = True  # 0.16 and later say so in every step
+    model.finish_grad_sync(force_all_reduce=True)
+    assert model.ddp_config.use_distributed_optimizer is False
+    return type(model.module).__name__, type(inner).__name__, config.pipeline_model_parallel_size
 
 
 def _offloaded(launch: Launch, dp: HpFsdp | None, precision: Precision, is_offloaded: bool) -> Any:
@@ -146,6 +155,33 @@ def test_uninstall_gives_upstream_back_bit_for_bit() -> None:
         assert kind == other == "DistributedDataParallel"
         assert numbers == others
         assert all(torch.equal(weights[name], after[name]) for name in weights)
+
+
+def _arguments_after(launch: Launch) -> list[bool]:
+    """Megatron's own Muon of 0.16 changed the name in the caller's configuration, newer ones the caller's overrides."""
+    import copy
+
+    from megatron.core import optimizer as factory
+
+    from hp_muon_plugin.megatron import install
+    from hp_muon_plugin.megatron.param_groups import standard_overrides
+    from lane.harness import wrapped_model
+
+    model, config = wrapped_model(launch), optimizer_config("hp_muon")
+    arguments = standard_overrides(config)
+    before = copy.deepcopy(vars(config)), {name: dict(value) for name, value in arguments.items()}
+    requires = [parameter.requires_grad for parameter in model.parameters()]
+    install()
+    factory.get_megatron_optimizer(config, [model], **arguments)
+    return [
+        vars(config) == before[0],
+        {name: dict(value) for name, value in arguments.items()} == before[1],
+        requires == [parameter.requires_grad for parameter in model.parameters()],
+    ]
+
+
+def test_the_factory_changes_nothing_of_the_callers() -> None:
+    assert run_ranks(1, _arguments_after) == [[True, True, True]]
 
 
 class _GroupedExperts(torch.nn.Module):
