@@ -5,10 +5,14 @@ not installed. These are the places where megatron-core forgot that case. Each f
 and does nothing where it finds nothing to repair.
 """
 
+import functools
 import importlib
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+import numpy
 
 from hp_muon_plugin.megatron.versions import CoreVersion, core_version
 from hp_muon_plugin.platform.patching import Patcher, Replacement
@@ -139,8 +143,24 @@ def _latent_attention() -> list[Replacement]:
     return found
 
 
+def _writer() -> list[Replacement]:
+    """Distributed checkpoints of 0.12 with numpy 2 and torch 2.8 or later."""
+    module = importlib.import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
+    found = []
+    if not hasattr(numpy, "product"):
+        why = "numpy 2 has no other name for prod"
+        found.append(Replacement(numpy, "product", lambda original: numpy.prod, why))
+    if "serialization_format" in inspect.signature(module._write_item).parameters:
+        filesystem = importlib.import_module("torch.distributed.checkpoint.filesystem")
+        form = {"serialization_format": filesystem.SerializationFormat.TORCH_SAVE}
+        why = "torch's function wants to be told the format"
+        found.append(Replacement(module, "_write_item", lambda original: functools.partial(original, **form), why))
+    return found
+
+
 LOCAL_FIXES: tuple[Fix, ...] = (
     Fix("router-without-te", (0, 16), (0, 16), _te_gemm),
+    Fix("checkpoint-writer", (0, 12), (0, 12), _writer),
     Fix("quantize-empty-list", (0, 12), (0, 12), _quantize_nothing),
     Fix("norm-under-sequence-parallel", (0, 12), (0, 19), _sequence_parallel_norm),
     Fix("latent-attention-head-sizes", (0, 12), (0, 19), _latent_attention),
