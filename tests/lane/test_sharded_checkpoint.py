@@ -11,6 +11,7 @@ from hp_muon_plugin.config.choices import OuterMode, Precision
 from hp_muon_plugin.config.data_parallel import HpFsdp
 from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.config.trainer import Topology
+from hp_muon_plugin.megatron.versions import core_version
 from hp_muon_plugin.train.setup import Launch
 from lane.harness import Ready, build, moe, train, train_config, whole_weights
 
@@ -106,6 +107,8 @@ def test_a_sharded_run_goes_on_bit_for_bit(dp: HpFsdp, precision: Precision, ran
 
 @pytest.mark.parametrize("is_sharded_first", [True, False], ids=["to-ddp", "from-ddp"])
 def test_a_checkpoint_moves_between_shards_and_megatrons_wrapper(is_sharded_first: bool, tmp_path: Any) -> None:
+    if core_version().lane < (0, 14):
+        pytest.skip("megatron-core 0.12 stores a range of a tensor and a whole tensor in different shapes")
     both = _config(_HSDP, 1), _config(None, 1)
     first, second = both if is_sharded_first else both[::-1]
     for straight, resumed, losses, again, at_save, at_load, _ in run_ranks(
