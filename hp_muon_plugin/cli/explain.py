@@ -3,7 +3,7 @@
 import re
 from dataclasses import fields, is_dataclass
 
-from hp_muon_plugin.config.data_parallel import DataParallel, HpFsdp
+from hp_muon_plugin.config.data_parallel import DataParallel, HpFsdp, MegatronFsdp, TorchFsdp2
 from hp_muon_plugin.config.optimizer import AdamW, HpMuon, MuonRates, ScalarAdamW
 from hp_muon_plugin.config.options import nearest
 from hp_muon_plugin.config.trainer import (
@@ -31,6 +31,8 @@ _CLASSES = (
     Data,
     DataParallel,
     HpFsdp,
+    MegatronFsdp,
+    TorchFsdp2,
     Logger,
     LrSchedule,
     Platform,

@@ -5,10 +5,11 @@ from collections import Counter
 from hp_muon_plugin.cli.muon_text import muon_lines
 from hp_muon_plugin.cli.shard_text import crossing_lines, shard_lines, stage_plans
 from hp_muon_plugin.config.checks import data_parallel_size
-from hp_muon_plugin.config.data_parallel import HpFsdp
+from hp_muon_plugin.config.data_parallel import HpFsdp, TorchFsdp2
 from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.config.trainer import Train
 from hp_muon_plugin.layout.spec import ParamSpec
+from hp_muon_plugin.megatron.lane_checks import lane_errors
 from hp_muon_plugin.models.gpt_specs import gpt_specs, padded_vocab_size, stage_specs
 from hp_muon_plugin.models.shard_plan import ShardPlan
 from hp_muon_plugin.muon.pieces import Way
@@ -52,7 +53,7 @@ def plan_text(config: Train, world_size: int) -> str:
     if shards:
         lines += shard_lines(config, shards, world_size)
     if not isinstance(config.optimizer, HpMuon):
-        whose = "over shards" if isinstance(config.dp, HpFsdp) else "Megatron's own"
+        whose = "over shards" if isinstance(config.dp, HpFsdp | TorchFsdp2) else "Megatron's own"
         return "\n".join([*lines, f"optimizer  {config.optimizer.name}: {whose}"])
     return "\n".join([*lines, "", *_muon_lines(config, specs, options, shards, world_size)])
 
@@ -67,11 +68,12 @@ def warnings_text(config: Train, world_size: int) -> list[str]:
     Returns:
         Messages.
     """
+    found = [f"a run would end with\n{error}" for error in lane_errors(config)]
     if not isinstance(config.dp, HpFsdp):
-        return []
+        return found
     padded = padded_vocab_size(vocabulary_size(config.data), config.model, config.topology)
     specs = gpt_specs(config.model, config.topology, padded, _muon_options(config))
-    return crossing_lines(config, specs, world_size)
+    return [*found, *crossing_lines(config, specs, world_size)]
 
 
 def _muon_options(config: Train) -> HpMuon:

@@ -127,10 +127,20 @@ class DataKind(StrEnum):
 
 
 class DataParallelName(StrEnum):
-    """How weights and gradients lie on data-parallel ranks: megatron-core's own wrapper, or sharded by ours."""
+    """How weights and gradients lie on data-parallel ranks: megatron-core's own wrappers, or sharded by ours."""
 
     megatron_ddp = "megatron_ddp"
     hp_fsdp = "hp_fsdp"
+    torch_fsdp2 = "torch_fsdp2"
+    megatron_fsdp = "megatron_fsdp"
+
+
+class MegatronSharding(StrEnum):
+    """What Megatron-FSDP shards, by its own names."""
+
+    optim = "optim"
+    optim_grads = "optim_grads"
+    optim_grads_params = "optim_grads_params"
 
 
 class DispatcherType(StrEnum):

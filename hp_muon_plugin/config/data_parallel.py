@@ -1,8 +1,8 @@
-"""Options of ``dp=megatron_ddp``, ``dp=hp_fsdp`` and ``dp=hp_hsdp``."""
+"""Options of ``dp=megatron_ddp``, ``hp_fsdp``, ``hp_hsdp``, ``torch_fsdp2`` and ``megatron_fsdp``."""
 
 from dataclasses import dataclass
 
-from hp_muon_plugin.config.choices import DataParallelName, FloatDtype, OuterMode, ShardLayout
+from hp_muon_plugin.config.choices import DataParallelName, FloatDtype, MegatronSharding, OuterMode, ShardLayout
 from hp_muon_plugin.config.ranges import number
 
 
@@ -54,4 +54,37 @@ class HpFsdp:
     memory, more traffic inside a shard group. Replicas are reduced once either way."""
 
 
-DATA_PARALLEL: dict[str, type[DataParallel] | type[HpFsdp]] = {"megatron_ddp": DataParallel, "hp_fsdp": HpFsdp}
+@dataclass
+class TorchFsdp2:
+    """PyTorch's ``fully_shard`` through megatron-core's TorchFullyShardedDataParallel, to compare with.
+
+    Gradients are reduced in the model's type and at every micro-batch, as there.
+    """
+
+    name: DataParallelName = DataParallelName.torch_fsdp2
+    """Which wrapper."""
+    reshard_after_forward: bool = True
+    """Whether a layer gives up gathered weights after forward (false: megatron-core 0.16 or newer)."""
+
+
+@dataclass
+class MegatronFsdp:
+    """megatron-core's own FullyShardedDataParallel with its DistributedOptimizer, to compare with."""
+
+    name: DataParallelName = DataParallelName.megatron_fsdp
+    """Which wrapper."""
+    sharding: MegatronSharding = MegatronSharding.optim_grads_params
+    """What is sharded: Megatron's ``data_parallel_sharding_strategy``."""
+    overlap: bool = True
+    """Gather and reduce while the model computes: Megatron's ``overlap_grad_reduce`` and ``overlap_param_gather``."""
+    replicas: int = number(1, least=1)
+    """Copies of the shards. Only 1: see docs/megatron.md for what is wrong with more."""
+
+
+DpOptions = DataParallel | HpFsdp | TorchFsdp2 | MegatronFsdp
+DATA_PARALLEL: dict[str, type[DataParallel] | type[HpFsdp] | type[TorchFsdp2] | type[MegatronFsdp]] = {
+    "megatron_ddp": DataParallel,
+    "hp_fsdp": HpFsdp,
+    "torch_fsdp2": TorchFsdp2,
+    "megatron_fsdp": MegatronFsdp,
+}

@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 
 from hp_muon_plugin.config.choices import FloatDtype, MissingGrad, OuterMode, ShardLayout
-from hp_muon_plugin.config.data_parallel import DataParallel, HpFsdp
+from hp_muon_plugin.config.data_parallel import DataParallel, HpFsdp, MegatronFsdp, TorchFsdp2
 from hp_muon_plugin.config.optimizer import HpMuon
+from hp_muon_plugin.config.peer_checks import megatron_fsdp_errors, torch_fsdp2_errors
 from hp_muon_plugin.config.topology_checks import data_parallel_size
 from hp_muon_plugin.config.trainer import Topology, Train
 from hp_muon_plugin.errors import ConfigError
@@ -48,6 +49,12 @@ def dp_errors(config: Train, world_size: int) -> Iterator[ConfigError]:
     """
     if isinstance(config.dp, DataParallel):
         yield from _ddp_errors(config.dp)
+        return
+    if isinstance(config.dp, TorchFsdp2):
+        yield from torch_fsdp2_errors(config)
+        return
+    if isinstance(config.dp, MegatronFsdp):
+        yield from megatron_fsdp_errors(config, config.dp)
         return
     yield from lone_errors(config.dp, "dp")
     yield from _optimizer_errors(config)

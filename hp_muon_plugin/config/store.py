@@ -7,7 +7,7 @@ a misspelt key or a wrong type is refused by Hydra with the name of the option.
 from hydra.core.config_store import ConfigStore
 from hydra.plugins.config_source import ConfigLoadError
 
-from hp_muon_plugin.config.data_parallel import DataParallel, HpFsdp
+from hp_muon_plugin.config.data_parallel import DataParallel, HpFsdp, MegatronFsdp, TorchFsdp2
 from hp_muon_plugin.config.optimizer import AdamW, HpMuon
 from hp_muon_plugin.config.script import Script
 from hp_muon_plugin.config.trainer import Data, Logger, Model, Platform, Topology, Train
@@ -17,6 +17,8 @@ _SCHEMAS: tuple[tuple[str | None, str, type], ...] = (
     ("optimizer", "hp_muon_adamw_schema", AdamW),
     ("dp", "hp_muon_dp_schema", DataParallel),
     ("dp", "hp_muon_fsdp_schema", HpFsdp),
+    ("dp", "hp_muon_torch_fsdp2_schema", TorchFsdp2),
+    ("dp", "hp_muon_megatron_fsdp_schema", MegatronFsdp),
     ("model", "hp_muon_model_schema", Model),
     ("data", "hp_muon_data_schema", Data),
     ("topology", "hp_muon_topology_schema", Topology),

@@ -6,7 +6,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from hp_muon_plugin.config.data_parallel import DATA_PARALLEL, DataParallel, HpFsdp
+from hp_muon_plugin.config.data_parallel import DATA_PARALLEL, DataParallel, DpOptions
 from hp_muon_plugin.config.optimizer import AdamW, HpMuon
 from hp_muon_plugin.config.options import from_options, nearest
 from hp_muon_plugin.config.trainer import Train
@@ -43,11 +43,11 @@ def typed_train(config: DictConfig) -> Train:
     return train
 
 
-def _data_parallel(given: dict[str, Any]) -> DataParallel | HpFsdp:
+def _data_parallel(given: dict[str, Any]) -> DpOptions:
     name = str(given.get("name", DataParallel.name))
     cls = DATA_PARALLEL[name]
-    others = [other for other in DATA_PARALLEL.values() if other is not cls]
-    if any(set(given) == {field.name for field in fields(other)} for other in others):
+    names = {known: {field.name for field in fields(known)} for known in DATA_PARALLEL.values()}
+    if not set(given) <= names[cls] and set(given) in names.values():
         raise ConfigError("dp.name", name, "was set beside the options of another wrapper", f"write dp={name} instead")
     return from_options(cls, given, prefix="dp")
 

@@ -252,7 +252,8 @@ class Train:
     optimizer: Any = None
     """``hp_muon`` or ``adamw``; see config/optimizer.py."""
     dp: Any = None
-    """``megatron_ddp``, ``hp_fsdp`` or ``hp_hsdp``; see config/data_parallel.py. None: the first."""
+    """``megatron_ddp``, ``hp_fsdp``, ``hp_hsdp``, ``torch_fsdp2`` or ``megatron_fsdp``; see config/data_parallel.py.
+    None: the first."""
     model: Model = field(default_factory=Model)
     """Model."""
     data: Data = field(default_factory=Data)

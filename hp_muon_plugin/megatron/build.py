@@ -60,12 +60,12 @@ def build_megatron_optimizer(
     options = resolve_options(settings, config)
     sharded = [chunk for chunk in chunks if isinstance(chunk, HpFsdpModel)]
     if sharded:
-        return build_sharded_optimizer(config, sharded, options, partial(_muon_routes, options), arguments=arguments)
+        return build_sharded_optimizer(config, sharded, options, partial(muon_routes, options), arguments=arguments)
     refuse_split_latent(chunks)
     groups = megatron_groups(arguments.get("pg_collection"))
     specs = chunk_specs(chunks, options, groups)
     refuse_unreduced(specs)
-    routes = _muon_routes(options, specs)
+    routes = muon_routes(options, specs)
     upstream = upstream_groups(config, chunks, arguments)
     divided = divide_groups(upstream, dict(zip(specs, routes, strict=True)), options, config)
     optimizer = _assemble(divided, specs, routes, options, config, groups)
@@ -141,7 +141,19 @@ def all_adamw(specs: Mapping[torch.nn.Parameter, ParamSpec]) -> tuple[Route, ...
     return tuple(Route(spec, Algorithm.adamw, "the optimizer is AdamW") for spec in specs.values())
 
 
-def _muon_routes(settings: HpMuon, specs: Mapping[torch.nn.Parameter, ParamSpec]) -> tuple[Route, ...]:
+def muon_routes(settings: HpMuon, specs: Mapping[torch.nn.Parameter, ParamSpec]) -> tuple[Route, ...]:
+    """Routes of a model by the role of its parameters. Collective.
+
+    Args:
+        settings: Options.
+        specs: Parameters of this rank.
+
+    Returns:
+        A route for each.
+
+    Raises:
+        ConfigError: If no rank has a matrix for Muon.
+    """
     routes = _routes(specs, settings)
     _require_muon(routes)
     return routes

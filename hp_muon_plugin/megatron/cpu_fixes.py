@@ -65,8 +65,22 @@ def _split_sizes() -> list[Replacement]:
     return [Replacement(dist, "all_to_all_single", make, why)]
 
 
+def _meshes() -> list[Replacement]:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    def make(original: Any) -> Any:
+        def from_group(group: Any, device_type: str, *args: Any, **kwargs: Any) -> Any:
+            return original(group, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
+
+        return staticmethod(from_group)
+
+    why = "fully sharded wrappers make meshes of CUDA devices, for which torch's fully_shard looks for memory there"
+    return [Replacement(DeviceMesh, "from_group", make, why)]
+
+
 CPU_FIXES: tuple[Fix, ...] = (
     Fix("no-torch-compile", (0, 12), (0, 19), _dynamo),
     Fix("one-random-generator", (0, 12), (0, 19), _random_warning),
     Fix("all-to-all-split-sizes", (0, 12), (0, 19), _split_sizes),
+    Fix("meshes-of-cuda", (0, 12), (0, 19), _meshes),
 )

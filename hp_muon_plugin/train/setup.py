@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from hp_muon_plugin.config.choices import Decay, PlatformName, Precision
-from hp_muon_plugin.config.data_parallel import DataParallel, HpFsdp
+from hp_muon_plugin.config.data_parallel import DpOptions, HpFsdp, MegatronFsdp, TorchFsdp2
 from hp_muon_plugin.config.optimizer import AdamW, HpMuon
 from hp_muon_plugin.config.trainer import Topology, Train
 from hp_muon_plugin.platform.base import Platform
@@ -100,13 +100,21 @@ def build_model(config: Train, vocab_size: int, platform: Platform) -> tuple[tor
     return _wrapped(config.dp, core_config, module), core_config
 
 
-def _wrapped(options: DataParallel | HpFsdp, core_config: Any, module: torch.nn.Module) -> torch.nn.Module:
+def _wrapped(options: DpOptions, core_config: Any, module: torch.nn.Module) -> torch.nn.Module:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     if isinstance(options, HpFsdp):
         from hp_muon_plugin.megatron.sharded_model import wrap_model_chunks
 
         return wrap_model_chunks([module], core_config, options=options)[0]
+    if isinstance(options, TorchFsdp2):
+        from hp_muon_plugin.megatron.torch_fsdp2 import TorchFsdp2Model
+
+        return TorchFsdp2Model(core_config, module, options)
+    if isinstance(options, MegatronFsdp):
+        from hp_muon_plugin.megatron.megatron_fsdp import wrap_in_megatron_fsdp
+
+        return wrap_in_megatron_fsdp(core_config, module, options)
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=options.grad_reduce_in_fp32,
         overlap_grad_reduce=options.overlap_grad_reduce,
@@ -121,7 +129,8 @@ def _wrapped(options: DataParallel | HpFsdp, core_config: Any, module: torch.nn.
 def build_optimizer(config: Train, model: torch.nn.Module) -> Any:
     """The optimizer from Megatron's own factory: the plugin's through its hook, or Megatron's AdamW.
 
-    AdamW over shards is the plugin's, because Megatron's would add up norms and choose decay by shards.
+    AdamW over shards is the plugin's, because Megatron's would add up norms and choose decay by shards; over
+    Megatron's own shards it is Megatron's.
 
     Args:
         config: Options.
@@ -147,7 +156,12 @@ def build_optimizer(config: Train, model: torch.nn.Module) -> Any:
         clip_grad=options.clip_grad,
         bf16=config.platform.precision is Precision.bf16,
         params_dtype=torch.bfloat16 if config.platform.precision is Precision.bf16 else torch.float32,
+        use_distributed_optimizer=isinstance(config.dp, MegatronFsdp),
     )
+    if isinstance(config.dp, TorchFsdp2):
+        from hp_muon_plugin.megatron.torch_fsdp2 import build_over_dtensors
+
+        return build_over_dtensors(core_config, [model], options)  # type: ignore[list-item]
     if isinstance(options, HpMuon):
         from hp_muon_plugin.megatron import install
 

@@ -36,7 +36,7 @@ from cli.commands import CLI, TINY, hp_muon
         (["run.dir=/etc/passwd"], "hp-muon: run.dir=/etc/passwd: cannot be written to (/etc/passwd: File exists)"),
         (["data.path=/mine", "data.vocab_size=5"], "data.path=/mine: data=pydoc trains on the text that CPython ships"),
         (["data.cache_dir=/proc/x"], "hp-muon: data.cache_dir=/proc/x: cannot be written to"),
-        (["dp.name=foo"], "expected one of [megatron_ddp, hp_fsdp]"),
+        (["dp.name=foo"], "expected one of [megatron_ddp, hp_fsdp, torch_fsdp2, megatron_fsdp]"),
         (["dp.name=hp_fsdp"], "beside the options of another wrapper\n  fix: write dp=hp_fsdp instead"),
         (["dp=hp_fsdp", "dp.prefetc=2"], "fix: did you mean dp.prefetch?"),
         (["dp=hp_hsdp", "topology.ranks=3"], "dp.replicas=2: the 3 data-parallel ranks cannot be divided"),

@@ -2,21 +2,22 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hp_muon_plugin.config.checks import check_train
-from hp_muon_plugin.config.choices import FloatDtype, MissingGrad, OuterMode
-from hp_muon_plugin.config.data_parallel import DataParallel, HpFsdp
-from hp_muon_plugin.config.optimizer import HpMuon
+from hp_muon_plugin.config.choices import FloatDtype, MegatronSharding, MissingGrad, OuterMode
+from hp_muon_plugin.config.data_parallel import DataParallel, DpOptions, HpFsdp, MegatronFsdp, TorchFsdp2
+from hp_muon_plugin.config.optimizer import AdamW, HpMuon
 from hp_muon_plugin.config.train_options import load_train, save_train
-from hp_muon_plugin.config.trainer import MoE, Topology, Train
+from hp_muon_plugin.config.trainer import Model, MoE, Monitor, Topology, Train
 from hp_muon_plugin.errors import ConfigError
 
 EP = Topology(ep=2)
 
 
-def config(dp: HpFsdp | DataParallel, topology: Topology | None = None, *, experts: bool = False) -> Train:
+def config(dp: DpOptions, topology: Topology | None = None, *, experts: bool = False) -> Train:
     train = Train(optimizer=HpMuon(), dp=dp, topology=topology or Topology())
     train.model.moe = MoE() if experts else None
     return train
@@ -67,12 +68,41 @@ def test_a_missing_gradient_cannot_be_an_error() -> None:
         HpFsdp(reshard_after_forward=True),
         HpFsdp(reshard_after_forward=False, prefetch=0),
         HpFsdp(reshard_after_forward=2, replicas=2, outer=OuterMode.shard),
+        TorchFsdp2(reshard_after_forward=False),
+        MegatronFsdp(sharding=MegatronSharding.optim_grads, overlap=False),
     ],
 )
-def test_options_that_fit_are_accepted_and_survive_a_file(dp: HpFsdp, tmp_path: Path) -> None:
-    train = config(replace(dp))
+def test_options_that_fit_are_accepted_and_survive_a_file(dp: DpOptions, tmp_path: Path) -> None:
+    train = replace(config(replace(dp)), optimizer=AdamW())
     check_train(train, world_size=8)
     save_train(train, tmp_path / "config.yaml")
     loaded = load_train(tmp_path / "config.yaml").dp
     assert loaded == dp
-    assert type(loaded.reshard_after_forward) is type(dp.reshard_after_forward)  # True == 1
+    if isinstance(dp, HpFsdp):
+        assert type(loaded.reshard_after_forward) is type(dp.reshard_after_forward)  # True == 1
+
+
+PEERS = [
+    (TorchFsdp2(), {"topology": EP}, "topology.ep=2", "take dp=hp_fsdp"),
+    (TorchFsdp2(), {"topology": Topology(pp=2)}, "topology.pp=2", "set topology.pp=1"),
+    (TorchFsdp2(), {"model": Model(tie_embeddings=True)}, "model.tie_embeddings", "tie_embeddings=false"),
+    (TorchFsdp2(), {"optimizer": HpMuon(missing_grad=MissingGrad.error)}, "optimizer.missing_grad", "=leave"),
+    (TorchFsdp2(), {"optimizer": HpMuon(qk_clip=100.0)}, "optimizer.qk_clip", "qk_clip=null"),
+    (MegatronFsdp(), {"optimizer": HpMuon()}, "optimizer=hp_muon", "set optimizer=adamw"),
+    (MegatronFsdp(replicas=2), {}, "dp.replicas=2", "take dp=hp_hsdp dp.replicas=2"),
+    (MegatronFsdp(sharding=MegatronSharding.optim), {}, "dp.sharding=optim", "optim_grads_params"),
+    (MegatronFsdp(), {"topology": Topology(pp=2)}, "topology.pp=2", "set topology.pp=1"),
+    (MegatronFsdp(), {"monitor": Monitor(interval=5)}, "monitor.interval=5", "monitor.interval=0"),
+]
+
+
+@pytest.mark.parametrize(("dp", "changes", "option", "fix"), PEERS, ids=[f"{p[0].name}-{p[2]}" for p in PEERS])
+def test_what_the_other_wrappers_would_train_wrong_is_refused(
+    dp: DpOptions, changes: dict[str, Any], option: str, fix: str
+) -> None:
+    train = replace(Train(optimizer=AdamW(), dp=dp), **changes)
+    train.model.moe = MoE() if train.topology.ep > 1 else None
+    with pytest.raises(ConfigError) as caught:
+        check_train(train, world_size=4)
+    assert str(caught.value).startswith(option)
+    assert fix in str(caught.value)
