@@ -165,10 +165,18 @@ def _measure(options: argparse.Namespace, testbed: "Supernodes | None") -> "list
             failure = fsdp.run_here(plan, folder, num_ranks=ranks)
         else:
             failure = fsdp.run_on_testbed(plan, folder, num_ranks=ranks, testbed=testbed, timeout_s=_TESTBED_TIMEOUT_S)
-        return _told(failure) if failure else fsdp.rows(plan, folder, num_ranks=ranks, testbed=testbed)
+        return told(failure) if failure else fsdp.rows(plan, folder, num_ranks=ranks, testbed=testbed)
 
 
-def _told(failure: "Failure") -> int:
+def told(failure: "Failure") -> int:
+    """Tell the user of a failure, with the end of its log.
+
+    Args:
+        failure: Of a rank.
+
+    Returns:
+        The exit code.
+    """
     print(f"hp-muon: rank {failure.rank}: {failure.message}", file=sys.stderr)
     if failure.log is not None:  # its folder is about to go
         print(failure.log.read_text(encoding="utf-8", errors="replace")[-4000:], file=sys.stderr)

@@ -24,7 +24,7 @@ from hp_muon_plugin.fsdp.parameter import Parameter
 from hp_muon_plugin.fsdp.policy import MixedPrecision
 from hp_muon_plugin.megatron.groups import MegatronGroups, megatron_groups
 from hp_muon_plugin.megatron.sharded_checkpoint import answer_checkpoints
-from hp_muon_plugin.megatron.units import granularities, show_experts, unit_modules
+from hp_muon_plugin.megatron.units import granularities, never_resharded, show_experts, unit_modules
 from hp_muon_plugin.platform.wire import C10dWire, Wire
 
 
@@ -81,14 +81,14 @@ class HpFsdpModel(DistributedDataParallel):  # type: ignore[misc]  # megatron-co
         options, module = self.options, self.module
         show_experts(module, experts)
         atoms = granularities(module, self.groups)
-        units = unit_modules(module)
+        units, kept = unit_modules(module), never_resharded(module)
         least = options.outer_bucket_mib
         others = {} if self.expert_mesh is None else dict.fromkeys(experts, self.expert_mesh)
         for unit in [*units, module]:
             hp_fully_shard(
                 unit,
                 self.dense_mesh,
-                reshard_after_forward=options.reshard_after_forward,
+                reshard_after_forward=False if unit in kept else options.reshard_after_forward,
                 mp_policy=MixedPrecision(reduce_dtype=getattr(torch, options.reduce_dtype), cast_forward_inputs=False),
                 other_meshes=others,
                 granularity=lambda name, parameter: atoms[parameter],

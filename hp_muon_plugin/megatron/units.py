@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -70,6 +71,23 @@ def show_experts(module: torch.nn.Module, experts: set[torch.nn.Parameter]) -> N
             if flat in experts:
                 experts.remove(flat)
                 experts.add(shown)
+
+
+def never_resharded(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """Units that stay whole between forward and backward, whatever ``dp.reshard_after_forward`` says.
+
+    Multi-token prediction looks tokens up once more after the last layer. So the embedding's backward begins
+    before that of all layers and ends after it, and may share memory with none of them.
+
+    Args:
+        module: The chunk.
+
+    Returns:
+        Modules.
+    """
+    if not any(isinstance(child, MultiTokenPredictionLayer) for child in module.modules()):
+        return []
+    return [child for child in module.modules() if isinstance(child, LanguageModelEmbedding)]
 
 
 def granularities(module: torch.nn.Module, groups: MegatronGroups) -> dict[torch.nn.Parameter, tuple[int, bool]]:

@@ -74,6 +74,7 @@ def _train(launch: Launch, dp: HpFsdp | None) -> Any:
     start(launch, config)
     core = transformer_config(config.model, config.topology, Precision.fp32)
     core.virtual_pipeline_model_parallel_size = CHUNKS
+    core.overlap_p2p_comm, core.batch_p2p_comm = True, False  # both neighbours are one rank: messages would be mixed up
     core.finalize_model_grads_func = finalize_model_grads
     chunks = _chunks(core, config)
     options = factory.OptimizerConfig(optimizer="adam", lr=3e-3, weight_decay=0.0, adam_beta2=0.95, clip_grad=1.0)

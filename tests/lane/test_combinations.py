@@ -1,0 +1,42 @@
+"""Features of Megatron together with HP-FSDP and HP-HSDP, against one rank that trains the same model whole.
+
+All of them: docs/combinations.md, which tests/lane/record_combinations.py records. These are three that have most in
+them. Seen: 4e-8 of a loss and 4e-7 of a norm.
+"""
+
+from functools import cache
+
+import pytest
+from combinations import LOSS, NORM, load
+from dist_pool import run_ranks
+
+from hp_muon_plugin.config.choices import OuterMode
+from hp_muon_plugin.config.data_parallel import HpFsdp
+from hp_muon_plugin.megatron.versions import TESTED, core_version
+from lane import combos
+
+FSDP, HSDP = HpFsdp(), HpFsdp(replicas=2, outer=OuterMode.shard)
+
+
+@cache
+def reference(kept: combos.Features) -> combos.Curves:
+    found: combos.Curves = run_ranks(1, combos.run, kept, [None])[0][0]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("text", "dp"),
+    [("tp sp mtp recompute", HSDP), ("pp vpp ep mla shared", FSDP), ("cp ep shared recompute", HSDP)],
+)
+def test_losses_and_norms_are_those_of_one_rank(text: str, dp: HpFsdp) -> None:
+    chosen = combos.features(text)
+    losses, norms = reference(combos.reference(chosen))
+    for found in run_ranks(4, combos.run, chosen, [dp]):
+        assert found[0][0] == pytest.approx(losses, rel=LOSS)
+        assert found[0][1] == pytest.approx(norms, rel=NORM)
+    assert losses[0] != losses[1]
+
+
+def test_this_version_is_in_the_table() -> None:
+    assert core_version().lane in TESTED
+    assert str(core_version()) in load()
