@@ -49,6 +49,9 @@ def plan_text(config: Train, world_size: int) -> str:
         f"padded to {padded}, {config.platform.precision}",
         f"data       {config.data.kind}, {config.dp.name}",
     ]
+    lines += [
+        f"REFUSED by a run with the megatron-core that is installed here: {error}" for error in lane_errors(config)
+    ]
     shards = stage_plans(config, specs, world_size) if isinstance(config.dp, HpFsdp) else []
     if shards:
         lines += shard_lines(config, shards, world_size)
@@ -68,12 +71,11 @@ def warnings_text(config: Train, world_size: int) -> list[str]:
     Returns:
         Messages.
     """
-    found = [f"a run would end with\n{error}" for error in lane_errors(config)]
     if not isinstance(config.dp, HpFsdp):
-        return found
+        return []
     padded = padded_vocab_size(vocabulary_size(config.data), config.model, config.topology)
     specs = gpt_specs(config.model, config.topology, padded, _muon_options(config))
-    return [*found, *crossing_lines(config, specs, world_size)]
+    return crossing_lines(config, specs, world_size)
 
 
 def _muon_options(config: Train) -> HpMuon:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from dist_pool import run_ranks
 
+from hp_muon_plugin.cli.plan_text import plan_text
 from hp_muon_plugin.config.choices import MegatronSharding, OuterMode, Precision
 from hp_muon_plugin.config.data_parallel import DpOptions, HpFsdp, MegatronFsdp, TorchFsdp2
 from hp_muon_plugin.config.optimizer import AdamW, HpMuon
@@ -108,6 +109,7 @@ def test_what_this_version_cannot_do_is_refused() -> None:
     for topology, dp, is_wrong, why in cases:
         config = _wrong(topology, dp)
         assert bool(lane_errors(config)) == is_wrong or LANE < (0, 16)
+        assert ("REFUSED by a run" in plan_text(config, 4)) == bool(lane_errors(config))
         if is_wrong:
             with pytest.raises((ConfigError, ConfigErrors), match=why):
                 check_lane(config)
