@@ -32,6 +32,7 @@ LAYOUTS = {
     "MoE EP4": "ep4",
     "MoE PP2 x DP2": "pp moe",
 }
+_NEEDS = {"sp": {"tp"}, "vpp": {"pp"}, "etp": {"tp", "sp"}}
 LOSS, NORM = 1e-5, 1e-4
 """Relative differences up to which a run counts as tested. 4e-7 was seen of losses and norms."""
 _HEAD = """# What goes together with HP-FSDP and HP-HSDP
@@ -63,12 +64,13 @@ def load() -> dict[str, Any]:
 
 
 def status(runs: list[dict[str, Any]], pair: set[str]) -> str:
-    """What the runs with both features say."""
+    """What the runs with both features say. A failure is one of the pair only if nothing else was there."""
     chosen = [run for run in runs if pair <= set(run["features"].split())]
     passed = {run["dp"] for run in chosen if run["status"] == "tested"}
     if passed:
         return {"hp_fsdp": "FSDP", "hp_hsdp": "HSDP"}[passed.pop()] if len(passed) == 1 else "yes"
-    exact = [run for run in chosen if run["status"] != "tested"]
+    closure = pair.union(*(_NEEDS.get(name, set()) for name in pair))
+    exact = [run for run in chosen if run["status"] != "tested" and set(run["features"].split()) <= closure]
     return min((run["status"] for run in exact), default="?", key=["refused", "upstream", "failed"].index)
 
 

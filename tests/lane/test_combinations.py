@@ -24,9 +24,12 @@ def reference(kept: combos.Features) -> combos.Curves:
     return found
 
 
+# 0.12 computes another gradient where multi-token prediction and sequence parallelism meet, whatever the wrapper.
+PREDICTION = "tp sp mtp recompute" if core_version().lane >= (0, 16) else "mtp recompute"
+
+
 @pytest.mark.parametrize(
-    ("text", "dp"),
-    [("tp sp mtp recompute", HSDP), ("pp vpp ep mla shared", FSDP), ("cp ep shared recompute", HSDP)],
+    ("text", "dp"), [(PREDICTION, HSDP), ("pp vpp ep mla shared", FSDP), ("cp ep shared recompute", HSDP)]
 )
 def test_losses_and_norms_are_those_of_one_rank(text: str, dp: HpFsdp) -> None:
     chosen = combos.features(text)
