@@ -10,10 +10,9 @@ import torch
 from hp_muon_plugin.checkpoint.canonical import Info, Key, RunState, Source, Target
 from hp_muon_plugin.checkpoint.dcp_files import DcpFolder
 from hp_muon_plugin.checkpoint.dcp_write import DcpWriter
-from hp_muon_plugin.checkpoint.folders import write_durably
+from hp_muon_plugin.checkpoint.folders import MANIFEST, write_durably
 from hp_muon_plugin.checkpoint.hashing import Digest, Room, piece_bytes, pieces
 from hp_muon_plugin.checkpoint.manifest import (
-    MANIFEST,
     FileInfo,
     Manifest,
     check_files,
