@@ -7,6 +7,9 @@ import pytest
 
 from lane.script_runs import MOCK, MOE, SCRIPT, SMALL, Outcome, script, shared_script
 
+# Every run goes through upstream's pretrain(), whose start alone takes seconds on each rank.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
 _EP2 = [*MOE, "--expert-model-parallel-size", "2"]
 
 
@@ -57,8 +60,6 @@ def _megatron_data(folder: Path) -> list[str]:
     return ["--data-path", str(prefix), "--data-cache-path", str(folder / "cache")]
 
 
-@pytest.mark.slow  # each trains twice
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [(2, ["--optimizer", "hp_muon"]), (2, ["--bf16", "--hp-dp", "hp_fsdp"])],

@@ -15,6 +15,8 @@ from hp_muon_plugin.megatron.versions import core_version
 from hp_muon_plugin.train.setup import Launch
 from lane.harness import Ready, build, moe, train, train_config, whole_weights
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]  # Megatron's writer starts processes on four ranks, twice
+
 _HSDP = HpFsdp(replicas=2, outer=OuterMode.shard)
 _CUT_ROWS = HpFsdp(max_padding=0.0)
 
