@@ -109,6 +109,7 @@ def test_megatrons_own_adamw_goes_on_and_over_shards(tmp_path: Path) -> None:
         run(2, _at(wide, tmp_path, resume=folder), 4)
 
 
+@pytest.mark.once
 def test_what_is_loaded_is_what_was_asked_for(tmp_path: Path) -> None:
     """Other padding of the vocabulary, weights alone, momentum that was a sum: values before any step."""
 
