@@ -176,7 +176,7 @@ def convert(
     place = placing.destination(dst, state.iteration, is_tracked=formats.FORMATS[found.to].is_tracked)
     placing.check(place, found.source.path, found.nbytes, force=force)
     report = Report(nbytes=found.nbytes, folder=place.final)
-    with ThreadPoolExecutor(max(1, jobs), "hash") as pool, placing.placed(place) as folder:
+    with ThreadPoolExecutor(max(1, jobs), "hash") as pool, placing.placed(place, progress.note) as folder:
         source = HashingSource(found.source, pool, budget)
         progress.begin("write", found.nbytes)
         found.writer.write(source, folder, found.target, progress.advance, budget)

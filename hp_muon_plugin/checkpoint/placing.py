@@ -4,7 +4,7 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,11 +86,12 @@ def check(target: Destination, source: Path, nbytes: int, *, force: bool) -> Non
 
 
 @contextmanager
-def placed(target: Destination) -> Iterator[Path]:
+def placed(target: Destination, note: Callable[[str], None] = lambda text: None) -> Iterator[Path]:
     """Give an empty folder to write; when the block ends without an error it becomes the checkpoint.
 
     Args:
         target: The destination.
+        note: Told what was cleaned up.
 
     Raises:
         CheckpointError: If another conversion writes there, or the disk is full.
@@ -98,7 +99,8 @@ def placed(target: Destination) -> Iterator[Path]:
     folder = target.final.parent
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder / (_LOCK if target.root else f".{target.final.name}{_LOCK}")):
-        restore(target)
+        for text in restore(target):
+            note(text)
         target.partial.mkdir()
         try:
             yield target.partial
