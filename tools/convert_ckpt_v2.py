@@ -1,0 +1,81 @@
+#!/usr/bin/env python3
+"""Hugging Face to Megatron and back, with the flags of MindSpeed-LLM's script of the same name.
+
+    python tools/convert_ckpt_v2.py --load-model-type hf --save-model-type mg --load-dir qwen3 --save-dir out \
+        --target-tensor-parallel-size 2 --target-pipeline-parallel-size 2 --target-expert-parallel-size 4
+
+Megatron checkpoints are of the legacy form (``mp_rank_*``). Unlike there, Megatron to Megatron works too, with optimizer
+state. All else is ``hp-muon ckpt convert``, which knows every format; what it prints and its exit codes are the same.
+"""
+
+import argparse
+import sys
+
+from hp_muon_plugin.cli.main import main
+
+FORMATS = {"hf": "hf", "mg": "torch"}
+REFUSED = {
+    "num_layers_per_virtual_pipeline_stage": "virtual pipeline stages are read but not written",
+    "num_layer_list": "stages of unequal length are not written",
+    "noop_layers": "layers that do nothing are not written",
+    "schedules_method": "only the usual order of stages is written",
+    "save_lora_to_hf": "LoRA weights are not converted",
+    "lora_load": "LoRA weights are not converted",
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags."""
+    made = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
+    made.add_argument("--load-model-type", choices=list(FORMATS), required=True)
+    made.add_argument("--save-model-type", choices=list(FORMATS), required=True)
+    made.add_argument("--load-dir", required=True)
+    made.add_argument("--save-dir", required=True)
+    made.add_argument("--model-type-hf", help="checked against config.json by the converter; kept for old scripts")
+    made.add_argument("--target-tensor-parallel-size", type=int, default=1)
+    made.add_argument("--target-pipeline-parallel-size", type=int, default=1)
+    made.add_argument("--target-expert-parallel-size", type=int, default=1)
+    made.add_argument("--expert-tensor-parallel-size", type=int)
+    made.add_argument("--transformer-impl", choices=["local", "transformer_engine"], default="transformer_engine")
+    made.add_argument("--moe-grouped-gemm", action="store_true")
+    made.add_argument("--make-vocab-size-divisible-by", type=int)
+    made.add_argument("--vocab-size", type=int)
+    made.add_argument("--force", action="store_true", help="replace a checkpoint that is there")
+    for name in REFUSED:
+        made.add_argument(f"--{name.replace('_', '-')}", nargs="?", const="", help=argparse.SUPPRESS)
+    return made
+
+
+def translated(arguments: list[str]) -> list[str]:
+    """Arguments of ``hp-muon`` that do the same.
+
+    Args:
+        arguments: As the user wrote them.
+    """
+    made = parser()
+    options = made.parse_args(arguments)
+    for name, why in REFUSED.items():
+        if getattr(options, name) is not None:
+            made.error(f"--{name.replace('_', '-')}: {why}; leave it out")
+    etp = options.expert_tensor_parallel_size
+    if etp is not None and etp != options.target_tensor_parallel_size:
+        made.error("--expert-tensor-parallel-size: experts are cut as dense layers are; leave it out")
+    to = FORMATS[options.save_model_type]
+    found = ["ckpt", "convert", options.load_dir, options.save_dir, "--to", to]
+    if to == "torch":
+        found += ["--tp", str(options.target_tensor_parallel_size)]
+        found += ["--pp", str(options.target_pipeline_parallel_size)]
+        found += ["--ep", str(options.target_expert_parallel_size)]
+        found += ["--option", f"spec={'local' if options.transformer_impl == 'local' else 'te'}"]
+        found += ["--option", f"experts={'grouped' if options.moe_grouped_gemm else 'separate'}"]
+        if options.make_vocab_size_divisible_by is not None:
+            found += ["--option", f"make_vocab_size_divisible_by={options.make_vocab_size_divisible_by}"]
+    if options.vocab_size is not None:
+        found += ["--vocab-size", str(options.vocab_size)]
+    # That script drops the optimizer without a word when it writes for Hugging Face, which can hold weights only.
+    drops = to == "hf" or options.load_model_type == "hf"
+    return found + (["--drop"] if drops else []) + (["--force"] if options.force else [])
+
+
+if __name__ == "__main__":
+    sys.exit(main(translated(sys.argv[1:])))
