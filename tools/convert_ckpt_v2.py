@@ -4,8 +4,8 @@
     python tools/convert_ckpt_v2.py --load-model-type hf --save-model-type mg --load-dir qwen3 --save-dir out \
         --target-tensor-parallel-size 2 --target-pipeline-parallel-size 2 --target-expert-parallel-size 4
 
-Megatron checkpoints are of the legacy form (``mp_rank_*``). Unlike there, Megatron to Megatron works too, with optimizer
-state. All else is ``hp-muon ckpt convert``, which knows every format; what it prints and its exit codes are the same.
+Megatron checkpoints are of the legacy form (``mp_rank_*``). Unlike there, Megatron to Megatron works too, with
+optimizer state. All else is ``hp-muon ckpt convert``, which knows every format; output and exit codes are the same.
 """
 
 import argparse
@@ -78,4 +78,4 @@ def translated(arguments: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(translated(sys.argv[1:])))
+    main(translated(sys.argv[1:]))

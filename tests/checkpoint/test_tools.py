@@ -1,0 +1,55 @@
+"""The script with Ascend's flags: Hugging Face to Megatron's folders and back, by the real command line."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from hp_muon_plugin.checkpoint.canonical import Key
+from hp_muon_plugin.checkpoint.formats import open_checkpoint
+from tests.checkpoint.others import fixture, written
+
+SCRIPT = Path(__file__).parents[2] / "tools" / "convert_ckpt_v2.py"
+
+
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("convert_ckpt_v2", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_hugging_face_to_megatron_as_one_is_used_to(tmp_path: Path) -> None:
+    source = open_checkpoint(fixture("megatron_fsdp019/moehet_ep2_dp2", tmp_path) / "ckpt")
+    written(source, "hf", tmp_path / "hf")
+    command = [
+        *(sys.executable, str(SCRIPT), "--load-model-type", "hf", "--save-model-type", "mg"),
+        *("--load-dir", str(tmp_path / "hf"), "--save-dir", str(tmp_path / "mg")),
+        *("--target-tensor-parallel-size", "2", "--target-expert-parallel-size", "2"),
+        *("--make-vocab-size-divisible-by", "16"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=SCRIPT.parents[1])
+    assert done.returncode == 0, done.stderr
+    found = open_checkpoint(tmp_path / "mg")
+    for name in ("decoder.layers.0.self_attention.linear_qkv.weight", "decoder.layers.0.mlp.linear_fc1.weight"):
+        assert torch.equal(found.read(Key(name, "weight")), source.read(Key(name, "weight")))
+    assert found.state().args["expert_model_parallel_size"] == 2
+
+
+def test_flags_that_we_cannot_honour_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    base = ["--load-model-type", "hf", "--save-model-type", "mg", "--load-dir", "a", "--save-dir", "b"]
+    for flags, message in (
+        (["--num-layer-list", "1,2"], "--num-layer-list: stages of unequal length are not written"),
+        (["--expert-tensor-parallel-size", "1", "--target-tensor-parallel-size", "2"], "experts are cut as dense"),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            script().translated([*base, *flags])
+        assert caught.value.code == 2
+        assert message in capsys.readouterr().err
+    assert script().translated(base)[:6] == ["ckpt", "convert", "a", "b", "--to", "torch"]
