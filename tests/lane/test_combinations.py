@@ -24,13 +24,13 @@ def reference(kept: combos.Features) -> combos.Curves:
     return found
 
 
-# 0.12 computes another gradient where multi-token prediction and sequence parallelism meet, whatever the wrapper.
-PREDICTION = "tp sp mtp recompute" if core_version().lane >= (0, 16) else "mtp recompute"
+# 0.12 trains otherwise where multi-token prediction meets sequence parallelism, and experts meet context parallelism,
+# whatever the wrapper.
+IS_OLD = core_version().lane < (0, 16)
+PREDICTION, CONTEXT = ("mtp recompute", "cp tp sp") if IS_OLD else ("tp sp mtp recompute", "cp ep shared recompute")
 
 
-@pytest.mark.parametrize(
-    ("text", "dp"), [(PREDICTION, HSDP), ("pp vpp ep mla shared", FSDP), ("cp ep shared recompute", HSDP)]
-)
+@pytest.mark.parametrize(("text", "dp"), [(PREDICTION, HSDP), ("pp vpp ep mla shared", FSDP), (CONTEXT, HSDP)])
 def test_losses_and_norms_are_those_of_one_rank(text: str, dp: HpFsdp) -> None:
     chosen = combos.features(text)
     losses, norms = reference(combos.reference(chosen))
