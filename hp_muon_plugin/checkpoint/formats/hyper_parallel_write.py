@@ -25,7 +25,7 @@ from hp_muon_plugin.checkpoint.torch_archive_stream import write_archive
 from hp_muon_plugin.errors import ConfigError
 
 _PACKAGE = "hyper_parallel.core.checkpoint"
-_VERSION = "3"
+_VERSION = "1.0"
 
 
 class HyperParallelWriter:
