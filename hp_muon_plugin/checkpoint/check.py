@@ -51,7 +51,7 @@ def _written(source: Source) -> dict[str, str]:
     """Hashes that a conversion left, of tensors that it wrote as they were."""
     try:
         report: Any = json.loads((source.path / REPORT).read_text(encoding="utf-8"))
-        hashes, changed = dict(report["sha256"]), set(report["changed"])
+        hashes, changed = dict(report["xxh3_128"]), set(report["changed"])
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, KeyError, TypeError) as error:

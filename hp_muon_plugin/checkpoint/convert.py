@@ -75,7 +75,7 @@ class Report:
     """What a conversion did; ``conversion.json``.
 
     Attributes:
-        tensors: SHA-256 of each canonical tensor of the source by name.
+        tensors: XXH3-128 of each canonical tensor of the source by name.
         dropped: Tensors of the source that the output has not.
         changed: Tensors that the output holds in another form, with how.
         zeros: Tensors of the source that hold only zeros.
@@ -290,5 +290,5 @@ def _body(found: Plan, report: Report) -> dict[str, Any]:
         "random_state": "copied"
         if state.random and not any("random" in line for line in found.losses)
         else "not copied",
-        "sha256": report.tensors,
+        "xxh3_128": report.tensors,
     }

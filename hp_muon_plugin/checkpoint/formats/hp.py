@@ -1,5 +1,6 @@
 """Our own format: torch DCP files and a manifest. It holds everything that a canonical checkpoint has."""
 
+import hashlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -165,7 +166,7 @@ class FileDigests:
             data: What was written; it does not change later.
         """
         if file not in self._digests:
-            self._digests[file] = Digest(self._pool, self._room)
+            self._digests[file] = Digest(self._pool, self._room, hashlib.sha256)
         self._digests[file].update(data)
         self._sizes[file] = self._sizes.get(file, 0) + len(data)
 
