@@ -11,6 +11,18 @@ from hp_muon_plugin.errors import ConfigError
 _INSTEAD = "or take dp=hp_fsdp"
 
 
+def _checkpoint_errors(config: Train) -> Iterator[ConfigError]:
+    for name in ("every", "resume"):
+        value = getattr(config.checkpoint, name)
+        if value is not None:
+            yield ConfigError(
+                f"checkpoint.{name}",
+                value,
+                f"runs with dp={config.dp.name} are neither saved nor resumed in this version",
+                f"leave it out, {_INSTEAD} or megatron_ddp",
+            )
+
+
 def torch_fsdp2_errors(config: Train) -> Iterator[ConfigError]:
     """Check a run with ``dp=torch_fsdp2``.
 
@@ -44,6 +56,7 @@ def torch_fsdp2_errors(config: Train) -> Iterator[ConfigError]:
             "dp=torch_fsdp2 takes the embedding's weight away before the output layer reads it",
             f"set model.tie_embeddings=false, {_INSTEAD}",
         )
+    yield from _checkpoint_errors(config)
     options = config.optimizer
     if not isinstance(options, HpMuon):
         return
@@ -80,6 +93,7 @@ def megatron_fsdp_errors(config: Train, dp: MegatronFsdp) -> Iterator[ConfigErro
             "dp=megatron_fsdp updates flat shards, in which matrices end anywhere, with adam or sgd only",
             f"set optimizer=adamw, {_INSTEAD}",
         )
+    yield from _checkpoint_errors(config)
     if config.monitor.interval:
         yield ConfigError(
             "monitor.interval",

@@ -11,7 +11,7 @@ from hp_muon_plugin.config.choices import FloatDtype, MegatronSharding, MissingG
 from hp_muon_plugin.config.data_parallel import DataParallel, DpOptions, HpFsdp, MegatronFsdp, TorchFsdp2
 from hp_muon_plugin.config.optimizer import AdamW, HpMuon
 from hp_muon_plugin.config.train_options import load_train, save_train
-from hp_muon_plugin.config.trainer import Model, MoE, Monitor, Topology, Train
+from hp_muon_plugin.config.trainer import Checkpoint, Model, MoE, Monitor, Topology, Train
 from hp_muon_plugin.errors import ConfigError
 
 EP = Topology(ep=2)
@@ -52,6 +52,17 @@ def test_tied_embeddings_over_stages_need_gradients_on_every_replica() -> None:
     train.model.tie_embeddings = True
     with pytest.raises(ConfigError, match="set dp.outer=replicate"):
         check_train(train, world_size=8)
+
+
+@pytest.mark.parametrize("dp", [TorchFsdp2(), MegatronFsdp()])
+@pytest.mark.parametrize("option", ["every", "resume"])
+def test_runs_of_peers_are_neither_saved_nor_resumed(dp: DpOptions, option: str) -> None:
+    train = config(dp)
+    train.optimizer = AdamW()
+    check_train(train, world_size=2)
+    train.checkpoint = Checkpoint(every=10) if option == "every" else Checkpoint(resume="auto")
+    with pytest.raises(ConfigError, match=f"(?s)checkpoint.{option}=.*neither saved nor resumed.*dp=hp_fsdp"):
+        check_train(train, world_size=2)
 
 
 def test_a_missing_gradient_cannot_be_an_error() -> None:
