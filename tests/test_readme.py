@@ -4,6 +4,7 @@ import os
 import shlex
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -20,9 +21,17 @@ SHORTER = ["run.steps=1", "run.eval_batches=1", "lr_schedule.warmup_steps=0"]
 SMALLER = {
     "newton-schulz": ["--only", "16x64", "--threads", "1", "--seconds", "0.1"],
     "optimizer": ["--only", "4x16x64", "--ranks", "2", "--peers", "none", "--strategies", "auto", "--seconds", "1"],
+    "trainer": ["--only", "dense32x1", "--ranks", "2", "--seconds", "0.1"],
     "fsdp": ["--only", "16x2", "--ranks", "2", "--tokens", "8", "--seconds", "0.1"],
 }
 EXAMPLE_DATA = "/prefix/of/bin-and-idx"
+CHECKPOINT = Path(__file__).parent / "checkpoint" / "data" / "mcore019_muon_lwl_dense_dp2_dpr.tar.xz"
+SHOWN = {
+    "convert": "verified",
+    "inspect": "format torch_dist, iteration 3, 76 tensors",
+    "diff": "equal",
+    "verify": "masters round to the stored weights",
+}
 
 
 def commands_of(text: str) -> list[str]:
@@ -30,6 +39,19 @@ def commands_of(text: str) -> list[str]:
     blocks = text.split("```sh\n")[1:]
     lines = [line.partition("#")[0].strip() for block in blocks for line in block.partition("```")[0].splitlines()]
     return [line for line in lines if line.partition(" ")[0] in PROGRAMS]
+
+
+@pytest.mark.parametrize("line", [line for line in commands_of(README) if line.startswith("hp-muon ckpt ")])
+def test_a_command_for_checkpoints_runs_as_it_stands(line: str, tmp_path: Path) -> None:
+    with tarfile.open(CHECKPOINT) as archive:
+        archive.extractall(tmp_path, filter="data")
+    places = {"SRC": "ckpt", "A": "ckpt", "B": "ckpt", "DST": "out"}
+    program, *arguments = [places.get(word, word) for word in shlex.split(line)]
+    command = [*PROGRAMS[program], *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    assert SHOWN[arguments[1]] in done.stdout + done.stderr
+    assert (tmp_path / "out").is_dir() == (arguments[1] == "convert")
 
 
 def test_the_commands_are_found() -> None:
@@ -41,7 +63,7 @@ def test_the_commands_are_found() -> None:
 
 @pytest.mark.slow  # starts up to four real ranks for each
 @pytest.mark.timeout(240)  # the sweep is three runs
-@pytest.mark.parametrize("line", commands_of(README))
+@pytest.mark.parametrize("line", [line for line in commands_of(README) if not line.startswith("hp-muon ckpt ")])
 def test_a_command_runs_as_it_stands(line: str, tmp_path: Path) -> None:
     """The dry run on 8 ranks was refused, and the torchrun line did nothing with exit code 0."""
     pytest.importorskip("megatron.core")
@@ -55,7 +77,7 @@ def test_a_command_runs_as_it_stands(line: str, tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=220, check=False)
     assert done.returncode == 0, done.stderr
     if "bench" in arguments:
-        wanted = {"fsdp": ["ratio"], "optimizer": ["auto (hp)"]}
+        wanted = {"fsdp": ["ratio"], "trainer": ["ratio"], "optimizer": ["auto (hp)"]}
         wanted = wanted.get(arguments[1], ["standard float32", "gram float32"])
         assert any(text in done.stdout for text in wanted)
         assert list(tmp_path.rglob("*.json"))

@@ -18,8 +18,10 @@ from hp_muon_plugin.muon.distributed.shards import shards_of
 CONVENTION = Convention()
 REPLICATED = "replicated"
 """Every rank holds all gradients and does all the work, as under DDP: what needs no strategy."""
+MEASURED = "measured"
+"""``strategy=auto`` by rates that it measures at start, and not by the device's default: for slow links."""
 DEFAULT: tuple[str, ...] = tuple(Strategy)
-STRATEGIES: tuple[str, ...] = (*DEFAULT, REPLICATED)
+STRATEGIES: tuple[str, ...] = (*DEFAULT, MEASURED, REPLICATED)
 
 
 def contenders(strategies: tuple[str, ...], *, replicas: int) -> dict[str, Builder]:
@@ -84,15 +86,19 @@ def build_replicated(setting: Setting) -> Contender:
     return Contender(Model(setting.case, is_stacked=True), setting, make)
 
 
+def _options(strategy: str) -> dict[str, Any]:
+    return {"strategy": Strategy.auto, "rates": {"measure": True}} if strategy == MEASURED else {"strategy": strategy}
+
+
 def build_hp(setting: Setting, *, strategy: str, outer: OuterMode = OuterMode.replicate) -> Contender:
     """Over our ``hp_fully_shard``."""
     model = Model(setting.case, is_stacked=True)
     for layer in model.layers:
         hp_fully_shard(layer, setting.mesh)
     hp_fully_shard(model, setting.mesh, outer=outer)
-    return HpContender(model, setting, partial(make, strategy=strategy))
+    return HpContender(model, setting, partial(make, **_options(strategy)))
 
 
 def build_fsdp2(setting: Setting, *, strategy: str) -> Contender:
     """Over torch's ``fully_shard``."""
-    return torch_sharded(setting, partial(make, strategy=strategy))
+    return torch_sharded(setting, partial(make, **_options(strategy)))

@@ -41,7 +41,9 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     parser = commands.add_parser("optimizer", help="a distributed Muon step, of ours and of every peer that runs")
     parser.add_argument("--only", metavar="CASE", action="append", help="505b, dense, or 1dense+1moe16; may repeat")
     parser.add_argument(
-        "--strategies", metavar="LIST", help="of ours, comma-separated; also replicated (default: all but that)"
+        "--strategies",
+        metavar="LIST",
+        help="of ours, comma-separated; also measured, replicated (default: all but that)",
     )
     parser.add_argument("--peers", metavar="LIST", help="comma-separated, or none (default: all that are found)")
     parser.add_argument(
