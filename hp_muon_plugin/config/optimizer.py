@@ -34,8 +34,8 @@ class MuonRates:
     """What a rank does in a second: what ``strategy=auto`` chooses by, and plans predict by. Null: a default."""
 
     measure: bool = False
-    """Measure what is null at start, over the ranks and links of each axis, and let all plan by the slowest. Needed
-    where a group crosses a slow link; another start may then choose, and round, otherwise."""
+    """Measure what is null at start, over the ranks and links of each axis, and let all plan by the slowest. Another
+    start may then choose, and round, otherwise; and by measured rates the choice is not always the faster one."""
     flops_per_s: float | None = number(None, above=0, example=4e13)
     """Operations of matrix products."""
     bytes_per_s: float | None = number(None, above=0, example=1e11)
