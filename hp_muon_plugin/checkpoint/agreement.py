@@ -48,15 +48,6 @@ class Team:
         _raise_first(what, answers)
         return [answer for _, answer in answers]
 
-    def each(self, what: str, function: Callable[[], None]) -> None:
-        """As :meth:`all`, where there is nothing to tell each other.
-
-        Args:
-            what: What is done, for the message.
-            function: What this rank does.
-        """
-        self.all(what, function)
-
     def first(self, what: str, function: Callable[[], T]) -> T:
         """Let rank 0 do something.
 

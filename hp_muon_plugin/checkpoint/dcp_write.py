@@ -20,7 +20,7 @@ from hp_muon_plugin.errors import CheckpointError
 
 
 class DcpWriter:
-    """Writes a folder; :meth:`close` makes it whole.
+    """Writes a folder; :meth:`close` makes it whole. As a context, it stays without metadata after an error.
 
     Args:
         folder: An empty folder.
@@ -118,11 +118,14 @@ class DcpWriter:
             file.flush()
             os.fsync(file.fileno())
 
-    def abandon(self) -> None:
-        """Close the file that is open; the folder stays without metadata."""
-        self._pool.shutdown()
-        if self._file is not None:
-            self._file.close()
+    def __enter__(self) -> "DcpWriter":
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None:
+            self._pool.shutdown()
+            if self._file is not None:
+                self._file.close()
 
     def _assert_new(self, key: str) -> None:
         assert key not in self._tensors, key

@@ -108,7 +108,7 @@ def read(found: Found, parts: Sequence[Part], team: Team) -> None:
 
     wanted = {part.name: part for part in parts if part.numel}
     assert len(wanted) == sum(bool(part.numel) for part in parts), "a tensor is read twice"
-    team.each(f"reading {found.folder}", lambda: _read(found, wanted))
+    team.all(f"reading {found.folder}", lambda: _read(found, wanted))
 
 
 def read_state(found: Found, wanted: Callable[[str], bool]) -> RunState:
@@ -188,7 +188,7 @@ def _opened(folder: Path, team: Team, *, verify: bool) -> Found:
 
     manifest = parse_manifest(team.first(what, text_of_whole), folder / MANIFEST)
     if verify:
-        team.each(what, lambda: _verify(folder, manifest, team))
+        team.all(what, lambda: _verify(folder, manifest, team))
     return Found(folder, manifest)
 
 

@@ -139,7 +139,7 @@ class Saver:
         job = _Job(iteration, partial, final, merged[0], merged[1], writer, began)
         self._job = job
         if self._asynchronous:
-            self._team.each(what, lambda: self._snapshot.take(parts))
+            self._team.all(what, lambda: self._snapshot.take(parts))
             job.thread = threading.Thread(target=_write, args=(job, plan, planner), name="hp-muon-checkpoint")
             job.thread.start()
             job.blocked_s = time.perf_counter() - began

@@ -92,7 +92,7 @@ def load_run(
     def load() -> None:
         states.append(read_state(found, lambda name: name.startswith((own, "other/", "data/"))))
 
-    team.each(f"reading {found.folder}", load)
+    team.all(f"reading {found.folder}", load)
     return states[0]
 
 

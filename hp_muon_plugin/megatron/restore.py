@@ -67,9 +67,9 @@ def restore(
         why = f"{missing[0]} is in the checkpoint and not in this model ({len(missing)} such weights)"
         raise CheckpointError(f"{what}: {_differing(why, found, model_options or {})}")
     targets: list[Part] = []
-    team.each(what, lambda: targets.extend(_targets(held, stored, load_optimizer)))
+    team.all(what, lambda: targets.extend(_targets(held, stored, load_optimizer)))
     if load_optimizer:
-        team.each(what, lambda: _check_steps(held, found))
+        team.all(what, lambda: _check_steps(held, found))
     buffers = _buffers(chunks, stored, team)
     read(found, [*targets, *buffers], team)
     for one in held:

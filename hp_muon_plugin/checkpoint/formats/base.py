@@ -86,17 +86,6 @@ def groups_of(hyper: Mapping[str, Mapping[str, Any]], order: Iterable[str]) -> l
     return list(groups.values())
 
 
-def parameter_names(source: Source) -> list[str]:
-    """Names of the parameters of a checkpoint, in its order."""
-    return list(dict.fromkeys(key.name for key in source.tensors() if key.kind in (Kind.weight, Kind.main)))
-
-
-def state_kinds(source: Source, name: str) -> list[str]:
-    """Kinds of optimizer state that a parameter has."""
-    fixed = (Kind.weight, Kind.main, Kind.buffer)
-    return [key.kind for key in source.tensors() if key.name == name and key.kind not in fixed]
-
-
 def kinds_by_name(source: Source) -> dict[str, list[str]]:
     """Kinds of tensors of each name."""
     found: dict[str, list[str]] = {}
@@ -190,6 +179,22 @@ def momentum_factor(source: Source, target: Target, wanted: Momentum | None, nam
             "give momentum_is the convention that you want, and scale by hand",
         )
     return 1 - float(decay) if want is Momentum.average else 1 / (1 - float(decay))
+
+
+def check_momentum(source: Source, target: Target, wanted: Momentum | None) -> None:
+    """Check that every momentum buffer can be written, as :func:`momentum_factor`.
+
+    Args:
+        source: The checkpoint.
+        target: How it is written.
+        wanted: Convention of the format's reader, or None if it has none.
+
+    Raises:
+        ConfigError: If one cannot.
+    """
+    for key in source.tensors():
+        if key.kind == Kind.momentum:
+            momentum_factor(source, target, wanted, key.name)
 
 
 def momentum_of(source: Source, target: Target, wanted: Momentum | None) -> Momentum | None:

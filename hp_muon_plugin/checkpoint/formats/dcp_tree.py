@@ -1,6 +1,7 @@
 """Writing a nested state dict to a DCP folder, tensor by tensor."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +12,40 @@ from hp_muon_plugin.checkpoint.dcp_write import DcpWriter, row_pieces
 from hp_muon_plugin.checkpoint.lazy import Lazy
 
 
-class DcpTree:
-    """Writes leaves of a nested state dict under flat keys, and keeps their paths as torch's planner does.
+@contextmanager
+def dcp_tree(folder: Path, target: Target, count: Callable[[int], None], budget: int) -> Iterator["DcpTree"]:
+    """A folder to write to; it gets its metadata at the end, and none after an error.
 
     Args:
         folder: An empty folder.
         target: How large files are.
         count: Called with bytes of tensors as they are written.
         budget: Bytes of tensors to hold at a time.
+
+    Yields:
+        The tree.
+    """
+    with DcpWriter(folder, target.shard_bytes) as writer:
+        tree = DcpTree(writer, count, budget)
+        yield tree
+        writer.close(tree.paths)
+
+
+class DcpTree:
+    """Writes leaves of a nested state dict under flat keys, and keeps their paths as torch's planner does.
+
+    Args:
+        writer: Of the folder.
+        count: Called with bytes of tensors as they are written.
+        budget: Bytes of tensors to hold at a time.
+
+    Attributes:
+        paths: Path of each key that was written.
     """
 
-    def __init__(self, folder: Path, target: Target, count: Callable[[int], None], budget: int) -> None:
-        self._writer = DcpWriter(folder, target.shard_bytes)
-        self._paths: dict[str, tuple[Any, ...]] = {}
+    def __init__(self, writer: DcpWriter, count: Callable[[int], None], budget: int) -> None:
+        self.paths: dict[str, tuple[Any, ...]] = {}
+        self._writer = writer
         self._count = count
         self._chunk_bytes = max(budget // 8, 2**20)
 
@@ -55,15 +77,7 @@ class DcpTree:
         else:
             self.value(path, value)
 
-    def close(self) -> None:
-        """Write the metadata."""
-        self._writer.close(self._paths)
-
-    def abandon(self) -> None:
-        """Leave the folder without metadata."""
-        self._writer.abandon()
-
     def _key(self, path: tuple[Any, ...]) -> str:
         key = ".".join(str(part) for part in path)
-        self._paths[key] = path
+        self.paths[key] = path
         return key

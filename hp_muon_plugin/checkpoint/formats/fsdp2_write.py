@@ -12,6 +12,7 @@ from hp_muon_plugin.checkpoint.canonical import Key, Kind, Source, Target
 from hp_muon_plugin.checkpoint.formats import names
 from hp_muon_plugin.checkpoint.formats.base import (
     RECORD,
+    check_momentum,
     groups_of,
     kinds_by_name,
     masters_round_to_weights,
@@ -19,7 +20,7 @@ from hp_muon_plugin.checkpoint.formats.base import (
     momentum_of,
     record,
 )
-from hp_muon_plugin.checkpoint.formats.dcp_tree import DcpTree
+from hp_muon_plugin.checkpoint.formats.dcp_tree import DcpTree, dcp_tree
 from hp_muon_plugin.checkpoint.formats.fsdp2 import NAME
 from hp_muon_plugin.checkpoint.lazy import Lazy
 from hp_muon_plugin.checkpoint.megatron_names import registration_order
@@ -42,20 +43,13 @@ class Fsdp2Writer:
         """As :class:`~hp_muon_plugin.checkpoint.canonical.Writer`."""
         _option(source, target, "style", ("nested", "flat"), "flat_optimizer")
         _option(source, target, "experts", ("separate", "stacked"), "stacked_experts")
-        for name, kinds in kinds_by_name(source).items():
-            if Kind.momentum in kinds:
-                momentum_factor(source, target, None, name)
+        check_momentum(source, target, None)
         return []
 
     def write(self, source: Source, folder: Path, target: Target, count: Callable[[int], None], budget: int) -> None:
         """As :class:`~hp_muon_plugin.checkpoint.canonical.Writer`."""
-        tree = DcpTree(folder, target, count, budget)
-        try:
+        with dcp_tree(folder, target, count, budget) as tree:
             self._write(tree, source, target)
-            tree.close()
-        except BaseException:
-            tree.abandon()
-            raise
 
     def _write(self, tree: DcpTree, source: Source, target: Target) -> None:
         state = source.state()

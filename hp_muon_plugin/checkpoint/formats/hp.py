@@ -115,19 +115,13 @@ class HpWriter:
         """As :class:`~hp_muon_plugin.checkpoint.canonical.Writer`."""
         with ThreadPoolExecutor(1, "hash-files") as pool:
             files = FileDigests(pool, budget // 4)
-            writer = DcpWriter(folder, target.shard_bytes, files.add)
-            try:
-                manifest = self._write(source, writer, files, count, piece_bytes(budget))
+            with DcpWriter(folder, target.shard_bytes, files.add) as writer:
+                manifest = self._write(source, writer, count, piece_bytes(budget))
                 writer.close()
-                manifest = replace(manifest, files=files.infos() | {".metadata": hashed(folder / ".metadata")})
-            except BaseException:
-                writer.abandon()
-                raise
+            manifest = replace(manifest, files=files.infos() | {".metadata": hashed(folder / ".metadata")})
         write_durably(folder / MANIFEST, manifest_text(manifest))
 
-    def _write(
-        self, source: Source, writer: DcpWriter, files: "FileDigests", count: Callable[[int], None], piece: int
-    ) -> Manifest:
+    def _write(self, source: Source, writer: DcpWriter, count: Callable[[int], None], piece: int) -> Manifest:
         infos: dict[str, Info] = {}
         for key, info in source.tensors().items():
             infos[str(key)] = info

@@ -10,10 +10,10 @@ from hp_muon_plugin.checkpoint import lazy
 from hp_muon_plugin.checkpoint.canonical import Key, Kind, Source, Target
 from hp_muon_plugin.checkpoint.formats.base import (
     RECORD,
+    check_momentum,
     groups_of,
     kinds_by_name,
     masters_round_to_weights,
-    momentum_factor,
     momentum_of,
     record,
 )
@@ -48,9 +48,7 @@ class HyperParallelWriter:
                     f"{key} has {info.shape[0]} rows, which do not divide; HyperParallel reads even shards only",
                     "choose a number of ranks that divides the rows of every tensor, or 1",
                 )
-        for name, kinds in kinds_by_name(source).items():
-            if Kind.momentum in kinds:
-                momentum_factor(source, target, None, name)
+        check_momentum(source, target, None)
         return []
 
     def write(self, source: Source, folder: Path, target: Target, count: Callable[[int], None], budget: int) -> None:

@@ -11,14 +11,14 @@ import torch
 from hp_muon_plugin.checkpoint import lazy
 from hp_muon_plugin.checkpoint.canonical import Kind, Momentum, RunState, Source, Target
 from hp_muon_plugin.checkpoint.formats import names
-from hp_muon_plugin.checkpoint.formats.base import RECORD, momentum_factor, momentum_of, record
+from hp_muon_plugin.checkpoint.formats.base import RECORD, check_momentum, momentum_of, record
 from hp_muon_plugin.checkpoint.formats.flat_layout import layout
 from hp_muon_plugin.checkpoint.formats.fsdp2_write import extra_states
 from hp_muon_plugin.checkpoint.formats.integer_state import split_optimizers
 from hp_muon_plugin.checkpoint.formats.legacy import NAME
 from hp_muon_plugin.checkpoint.formats.legacy_plan import Plan, Rank, plan
 from hp_muon_plugin.checkpoint.formats.legacy_rank import MODEL_FILE, OPTIMIZER_FILE
-from hp_muon_plugin.checkpoint.formats.megatron_fsdp_write import megatron_args
+from hp_muon_plugin.checkpoint.formats.megatron_run import megatron_args
 from hp_muon_plugin.checkpoint.formats.random_states import rank_name
 from hp_muon_plugin.checkpoint.lazy import Lazy
 from hp_muon_plugin.checkpoint.run_values import random_state
@@ -41,9 +41,7 @@ class LegacyWriter:
     def losses(self, source: Source, target: Target) -> list[str]:
         """As :class:`~hp_muon_plugin.checkpoint.canonical.Writer`."""
         made, state = plan(source, target), source.state()
-        for name, kinds in made.kinds.items():
-            if Kind.momentum in kinds:
-                momentum_factor(source, target, Momentum.average, name)
+        check_momentum(source, target, Momentum.average)
         found = []
         missing = [rank for rank in made.ranks() if _random(state, rank) is None]
         if missing:

@@ -8,20 +8,17 @@ from typing import Any
 import torch
 
 from hp_muon_plugin.checkpoint import lazy
-from hp_muon_plugin.checkpoint.canonical import Key, Kind, Momentum, RunState
+from hp_muon_plugin.checkpoint.canonical import Key, Kind, RunState
 from hp_muon_plugin.checkpoint.dcp_files import DcpFolder
 from hp_muon_plugin.checkpoint.formats import names
 from hp_muon_plugin.checkpoint.formats.base import (
     RECORD,
     LazySource,
     model_dtype,
-    model_facts,
     recorded_dtypes,
-    recorded_state,
-    take_args,
 )
+from hp_muon_plugin.checkpoint.formats.megatron_run import run_state
 from hp_muon_plugin.checkpoint.formats.random_states import rank_name
-from hp_muon_plugin.checkpoint.formats.spelling import facts_of
 from hp_muon_plugin.checkpoint.lazy import Lazy
 from hp_muon_plugin.checkpoint.run_values import plain
 from hp_muon_plugin.errors import CheckpointError
@@ -98,16 +95,7 @@ def _whole_names(folder: DcpFolder, prefix: str, suffix: str = "") -> Iterator[t
 
 
 def _state(folder: DcpFolder, args: dict[str, Any], found: Any, tensors: dict[Key, Lazy]) -> RunState:
-    state = recorded_state(found, str(folder.path))
-    take_args(state, args)
-    if "iteration" in folder.objects:
-        state.iteration = int(folder.object("iteration"))
-    if "num_floating_point_operations_so_far" in folder.objects:
-        state.flops = folder.object("num_floating_point_operations_so_far") or state.flops
-    prefix = "opt_param_scheduler."
-    state.scheduler = {
-        key.removeprefix(prefix): plain(folder.object(key)) for key in folder.objects if key.startswith(prefix)
-    }
+    state = run_state(folder, args, found, tensors)
     for key in folder.tensors:
         if key.startswith(STATE) and key.endswith(".step"):
             _take_step(state, names.bare(key.removeprefix(STATE).removesuffix(".step")), folder.read(key))
@@ -117,9 +105,6 @@ def _state(folder: DcpFolder, args: dict[str, Any], found: Any, tensors: dict[Ke
             for single in _canonical_names(names.bare(whole)):
                 state.hyper.setdefault(single, {})[hyper] = plain(folder.object(key))
     state.random = {**state.random, **random_state(folder)}
-    if found is None and any(key.kind == Kind.momentum for key in tensors):
-        state.momentum = Momentum.average
-    state.model = {**state.model, **model_facts([key.name for key in tensors]), **facts_of(folder.tensors)}
     return state
 
 

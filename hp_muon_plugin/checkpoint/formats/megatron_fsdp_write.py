@@ -1,9 +1,7 @@
 """Writer of ``fsdp_dtensor``, the checkpoints of Megatron-FSDP."""
 
-import argparse
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -12,18 +10,19 @@ from hp_muon_plugin.checkpoint.canonical import Key, Kind, Momentum, Source, Tar
 from hp_muon_plugin.checkpoint.formats import names
 from hp_muon_plugin.checkpoint.formats.base import (
     RECORD,
+    check_momentum,
     kinds_by_name,
     masters_round_to_weights,
     momentum_factor,
     momentum_of,
     record,
 )
-from hp_muon_plugin.checkpoint.formats.dcp_tree import DcpTree
+from hp_muon_plugin.checkpoint.formats.dcp_tree import DcpTree, dcp_tree
 from hp_muon_plugin.checkpoint.formats.megatron_fsdp import NAME
+from hp_muon_plugin.checkpoint.formats.megatron_run import put_run_state
 from hp_muon_plugin.checkpoint.formats.random_states import megatron_random, random_losses
 from hp_muon_plugin.checkpoint.formats.spelling import spelling
 from hp_muon_plugin.checkpoint.lazy import Lazy
-from hp_muon_plugin.checkpoint.run_values import namespace
 
 _STATE_PREFIX = "module.module.module."
 
@@ -38,20 +37,13 @@ class MegatronFsdpWriter:
 
     def losses(self, source: Source, target: Target) -> list[str]:
         """As :class:`~hp_muon_plugin.checkpoint.canonical.Writer`."""
-        for name, kinds in kinds_by_name(source).items():
-            if Kind.momentum in kinds:
-                momentum_factor(source, target, Momentum.average, name)
+        check_momentum(source, target, Momentum.average)
         return random_losses(source.state(), [(0, 0)])
 
     def write(self, source: Source, folder: Path, target: Target, count: Callable[[int], None], budget: int) -> None:
         """As :class:`~hp_muon_plugin.checkpoint.canonical.Writer`."""
-        tree = DcpTree(folder, target, count, budget)
-        try:
+        with dcp_tree(folder, target, count, budget) as tree:
             self._write(tree, source, target)
-            tree.close()
-        except BaseException:
-            tree.abandon()
-            raise
 
     def _write(self, tree: DcpTree, source: Source, target: Target) -> None:
         state = source.state()
@@ -74,25 +66,10 @@ class MegatronFsdpWriter:
                 _put(tree, ("optimizer", "state"), f"{_STATE_PREFIX}{spell(name)}", ("step",), step, name in gated)
             for hyper, value in state.hyper.get(name, {}).items():
                 tree.value(("optimizer", "param_to_group_meta", f"{_STATE_PREFIX}{spell(name)}", hyper), value)
-        tree.value(("args",), megatron_args(state.args, NAME))
-        tree.value(("iteration",), state.iteration)
-        tree.value(("checkpoint_version",), 3.0)
-        tree.value(("num_floating_point_operations_so_far",), state.flops or 0)
-        tree.nested(("opt_param_scheduler",), state.scheduler)
+        put_run_state(tree, state, NAME)
         for (pipeline, tensor), values in megatron_random(state, [(0, 0)]).items():
             tree.nested(("rng_state", f"({pipeline}, {tensor})", 0), values)
         tree.value((RECORD,), record(source, momentum_of(source, target, Momentum.average)))
-
-
-def megatron_args(args: dict[str, Any], ckpt_format: str, **sizes: int) -> argparse.Namespace:
-    """Megatron's arguments as a checkpoint holds them.
-
-    Args:
-        args: Of the source; may be empty.
-        ckpt_format: Format that they name.
-        sizes: Parallel sizes to set.
-    """
-    return namespace({**args, "ckpt_format": ckpt_format, **sizes})
 
 
 def _gated(source: Source) -> set[str]:

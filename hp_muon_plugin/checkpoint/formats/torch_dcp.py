@@ -6,21 +6,18 @@ from pathlib import Path
 from typing import Any
 
 from hp_muon_plugin.checkpoint import lazy
-from hp_muon_plugin.checkpoint.canonical import Key, Kind, Momentum, RunState
+from hp_muon_plugin.checkpoint.canonical import Key, Kind, RunState
 from hp_muon_plugin.checkpoint.dcp_files import DcpFolder
 from hp_muon_plugin.checkpoint.formats import names
 from hp_muon_plugin.checkpoint.formats.base import (
     RECORD,
     LazySource,
     agreeing,
-    model_facts,
-    recorded_state,
-    take_args,
 )
 from hp_muon_plugin.checkpoint.formats.group_members import Param
 from hp_muon_plugin.checkpoint.formats.integer_state import Named, Optimizer, named
+from hp_muon_plugin.checkpoint.formats.megatron_run import run_state
 from hp_muon_plugin.checkpoint.formats.random_states import rank_name
-from hp_muon_plugin.checkpoint.formats.spelling import facts_of
 from hp_muon_plugin.checkpoint.lazy import Lazy
 from hp_muon_plugin.checkpoint.megatron_names import registration_order
 from hp_muon_plugin.checkpoint.run_values import plain
@@ -109,16 +106,7 @@ def _optimizers(folder: DcpFolder) -> dict[int, Optimizer]:
 
 
 def _state(folder: DcpFolder, args: dict[str, Any], record: Any, known: Named, tensors: dict[Key, Lazy]) -> RunState:
-    state = recorded_state(record, str(folder.path))
-    take_args(state, args)
-    if "iteration" in folder.objects:
-        state.iteration = int(folder.object("iteration"))
-    if "num_floating_point_operations_so_far" in folder.objects:
-        state.flops = folder.object("num_floating_point_operations_so_far") or state.flops
-    prefix = "opt_param_scheduler."
-    state.scheduler = {
-        key.removeprefix(prefix): plain(folder.object(key)) for key in folder.objects if key.startswith(prefix)
-    }
+    state = run_state(folder, args, record, tensors)
     for name, step in known.steps.items():
         for single, _ in names.single_experts(name, lazy.in_dcp(folder, _model_key(folder, name))):
             state.steps[single] = step
@@ -126,9 +114,6 @@ def _state(folder: DcpFolder, args: dict[str, Any], record: Any, known: Named, t
         for single, _ in names.single_experts(name, lazy.in_dcp(folder, _model_key(folder, name))):
             state.hyper[single] = values
     state.random = {**state.random, **_random(folder)}
-    if record is None and any(key.kind == Kind.momentum for key in tensors):
-        state.momentum = Momentum.average
-    state.model = {**state.model, **model_facts([key.name for key in tensors]), **facts_of(folder.tensors)}
     return state
 
 

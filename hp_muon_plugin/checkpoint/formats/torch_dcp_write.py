@@ -10,6 +10,7 @@ from hp_muon_plugin.checkpoint import lazy
 from hp_muon_plugin.checkpoint.canonical import Key, Kind, Momentum, Source, Target
 from hp_muon_plugin.checkpoint.formats.base import (
     RECORD,
+    check_momentum,
     full_precision,
     kinds_by_name,
     momentum_factor,
@@ -17,10 +18,10 @@ from hp_muon_plugin.checkpoint.formats.base import (
     record,
     stored_weight,
 )
-from hp_muon_plugin.checkpoint.formats.dcp_tree import DcpTree
+from hp_muon_plugin.checkpoint.formats.dcp_tree import DcpTree, dcp_tree
 from hp_muon_plugin.checkpoint.formats.fsdp2_write import extra_states
 from hp_muon_plugin.checkpoint.formats.integer_state import split_optimizers
-from hp_muon_plugin.checkpoint.formats.megatron_fsdp_write import megatron_args
+from hp_muon_plugin.checkpoint.formats.megatron_run import put_run_state
 from hp_muon_plugin.checkpoint.formats.random_states import megatron_random, random_losses
 from hp_muon_plugin.checkpoint.formats.spelling import spelling
 from hp_muon_plugin.checkpoint.formats.torch_dcp import NAME
@@ -36,20 +37,13 @@ class TorchDcpWriter:
 
     def losses(self, source: Source, target: Target) -> list[str]:
         """As :class:`~hp_muon_plugin.checkpoint.canonical.Writer`."""
-        for name, kinds in kinds_by_name(source).items():
-            if Kind.momentum in kinds:
-                momentum_factor(source, target, Momentum.average, name)
+        check_momentum(source, target, Momentum.average)
         return random_losses(source.state(), [(0, 0)])
 
     def write(self, source: Source, folder: Path, target: Target, count: Callable[[int], None], budget: int) -> None:
         """As :class:`~hp_muon_plugin.checkpoint.canonical.Writer`."""
-        tree = DcpTree(folder, target, count, budget)
-        try:
+        with dcp_tree(folder, target, count, budget) as tree:
             self._write(tree, source, target)
-            tree.close()
-        except BaseException:
-            tree.abandon()
-            raise
 
     def _write(self, tree: DcpTree, source: Source, target: Target) -> None:
         state = source.state()
@@ -67,11 +61,7 @@ class TorchDcpWriter:
         for index, groups in enumerate(optimizers):
             root = ("optimizer", index) if len(optimizers) > 1 else ("optimizer",)
             _put_optimizer(tree, source, target, root, groups, kinds)
-        tree.value(("args",), megatron_args(state.args, NAME))
-        tree.value(("iteration",), state.iteration)
-        tree.value(("checkpoint_version",), 3.0)
-        tree.value(("num_floating_point_operations_so_far",), state.flops or 0)
-        tree.nested(("opt_param_scheduler",), state.scheduler)
+        put_run_state(tree, state, NAME)
         for values in megatron_random(state, [(0, 0)]).values():
             tree.nested(("rng_state", 0), values)
         members = [[spell(name) for name in owned] for groups in optimizers for _, owned in groups]

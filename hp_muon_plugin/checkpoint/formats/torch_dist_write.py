@@ -80,14 +80,10 @@ class TorchDistWriter:
     def write(self, source: Source, folder: Path, target: Target, count: Callable[[int], None], budget: int) -> None:
         """As :class:`~hp_muon_plugin.checkpoint.canonical.Writer`."""
         sharding = sharding_of(source, target)
-        writer = DcpWriter(folder, target.shard_bytes)
-        try:
+        with DcpWriter(folder, target.shard_bytes) as writer:
             self._write_tensors(source, writer, target, sharding, count, piece_bytes(budget))
             self._write_objects(source, writer, target)
             writer.close()
-        except BaseException:
-            writer.abandon()
-            raise
         expert_parallel = target.ep > 1
         chain = members(source, expert_parallel)
         is_converted = not _unscaled(source)
