@@ -40,15 +40,19 @@ class Algorithm:
         num_blocks: Block rows of symmetric products; 1 computes every entry.
         dtype: Type of the products. float16 and bfloat16 work on exactly scaled copies.
         has_kernel: Symmetric products by one Triton kernel each, where Triton is installed.
+        shared_blocks: Block rows where several threads share a product; they meet at the end of each,
+            so that fewer and larger ones win. 0: as many as with one thread.
     """
 
     form: Form
     num_blocks: int = 1
     dtype: FloatDtype = FloatDtype.float32
     has_kernel: bool = False
+    shared_blocks: int = 0
 
     def __str__(self) -> str:
-        blocks = f", symmetric in {self.num_blocks} block rows" if self.num_blocks > 1 else ""
+        shared = f" ({self.shared_blocks} with several threads)" if self.shared_blocks else ""
+        blocks = f", symmetric in {self.num_blocks} block rows{shared}" if self.num_blocks > 1 else ""
         blocks = ", symmetric in one kernel" if self.has_kernel else blocks
         return f"{self.form} {self.dtype}{blocks}"
 
@@ -56,6 +60,17 @@ class Algorithm:
     def precision(self) -> GramPrecision:
         """Precision of the Gram matrices, float32 being IEEE."""
         return _PRECISIONS[self.dtype]
+
+    def blocks(self, num_threads: int) -> int:
+        """Block rows of symmetric products.
+
+        Args:
+            num_threads: Threads of a product.
+
+        Returns:
+            :attr:`num_blocks`, or :attr:`shared_blocks` where several threads share a product.
+        """
+        return self.shared_blocks if self.shared_blocks and num_threads > 1 else self.num_blocks
 
     def run_lengths(self, coefficients: Sequence[Coefficients]) -> tuple[int, ...]:
         """Steps of each run, float32 being IEEE.
@@ -128,10 +143,10 @@ TABLE: tuple[Rule, ...] = (
     Rule("cpu", 20, 1.0, Algorithm(Form.standard)),
     Rule("cpu", 181, 2.0, Algorithm(Form.gram)),
     Rule("cpu", 181, 1.0, Algorithm(Form.standard)),
-    Rule("cpu", 362, 2.0, Algorithm(Form.gram, 4)),
-    Rule("cpu", 362, 1.0, Algorithm(Form.standard, 4)),
-    Rule("cpu", 724, 1.5, Algorithm(Form.gram, 8)),
-    Rule("cpu", 724, 1.0, Algorithm(Form.standard, 8)),
+    Rule("cpu", 362, 2.0, Algorithm(Form.gram, 4, shared_blocks=1)),
+    Rule("cpu", 362, 1.0, Algorithm(Form.standard, 4, shared_blocks=1)),
+    Rule("cpu", 724, 1.5, Algorithm(Form.gram, 8, shared_blocks=4)),
+    Rule("cpu", 724, 1.0, Algorithm(Form.standard, 8, shared_blocks=4)),
     Rule("cpu", _ANY, 1.5, Algorithm(Form.gram, 16)),
     Rule("cpu", _ANY, 1.0, Algorithm(Form.standard, 16)),
     Rule("cuda", 12, 1.0, Algorithm(Form.standard)),
@@ -240,7 +255,11 @@ def load_table(path: Path) -> tuple[Rule, ...]:
 def _read_rule(row: dict[str, Any]) -> Rule:
     told = row["algorithm"]
     algorithm = Algorithm(
-        Form(told["form"]), int(told["num_blocks"]), FloatDtype(told["dtype"]), bool(told.get("has_kernel", False))
+        Form(told["form"]),
+        int(told["num_blocks"]),
+        FloatDtype(told["dtype"]),
+        bool(told.get("has_kernel", False)),
+        int(told.get("shared_blocks", 0)),
     )
     return Rule(str(row["device"]), int(row["short_below"]), float(row["aspect_from"]), algorithm)
 

@@ -169,8 +169,9 @@ def gram_algorithm(device: str, side: int, table: Sequence[Rule]) -> Algorithm:
         The Gram form, with as many block rows as the table has for float32 matrices of this side.
     """
     found = choose(device, side, side, table=table)
-    is_float32 = found.dtype is FloatDtype.float32
-    return Algorithm(Form.gram, found.num_blocks if is_float32 else 1)
+    if found.dtype is not FloatDtype.float32:
+        return Algorithm(Form.gram)
+    return Algorithm(Form.gram, found.num_blocks, shared_blocks=found.shared_blocks)
 
 
 def _sides(rows: int, cols: int, cut: Cut) -> tuple[int, int]:

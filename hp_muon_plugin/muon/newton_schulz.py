@@ -28,7 +28,7 @@ from hp_muon_plugin.muon.gathering import Place, gathered, is_returned
 from hp_muon_plugin.muon.inputs import Inputs
 from hp_muon_plugin.muon.precision import gram_precision, ieee_float32, settings
 from hp_muon_plugin.muon.prepared import Prepared, Runs, applied, prepare
-from hp_muon_plugin.muon.products import products_of, run_all
+from hp_muon_plugin.muon.products import Products, products_of, run_all
 from hp_muon_plugin.muon.runs import GramPrecision, segments
 from hp_muon_plugin.muon.scaling import is_in_range, refuse_non_finite
 from hp_muon_plugin.muon.small_matrices import SmallMatrices
@@ -82,7 +82,7 @@ class NewtonSchulz:
         if always_scales is None:
             always_scales = device.type != "cpu"
         self._inputs = Inputs(self._workspace, self._dtype, non_finite, always_scales=always_scales)
-        self._products = products_of(algorithm, self._workspace)
+        self._products_by_threads: dict[int, Products] = {}
         self._runs: dict[GramPrecision, Runs] = {}
         self._prepared: dict[_Key, Prepared] = {}
         self._version = self._workspace.version
@@ -92,6 +92,14 @@ class NewtonSchulz:
     def runs(self) -> Runs:
         """The steps that one Gram matrix carries, in order, as precision is configured now."""
         return self._runs_of(self._precision())
+
+    @property
+    def _products(self) -> Products:
+        """How products are computed with the threads that there are now."""
+        threads = torch.get_num_threads()
+        if threads not in self._products_by_threads:
+            self._products_by_threads[threads] = products_of(self.algorithm, self._workspace, threads)
+        return self._products_by_threads[threads]
 
     def _precision(self) -> GramPrecision:
         """Precision of Gram matrices, as configured now."""

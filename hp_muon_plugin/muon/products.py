@@ -194,12 +194,13 @@ def _squares(bounds: list[int]) -> Iterator[tuple[slice, slice]]:
     yield from _squares(bounds[middle:])
 
 
-def products_of(algorithm: Algorithm, workspace: Workspace) -> Products:
+def products_of(algorithm: Algorithm, workspace: Workspace, num_threads: int) -> Products:
     """How an algorithm computes its products.
 
     Args:
         algorithm: The algorithm. Without Triton its kernel is replaced by full products.
         workspace: Where scratch comes from.
+        num_threads: Threads of a product.
 
     Returns:
         The products.
@@ -208,6 +209,7 @@ def products_of(algorithm: Algorithm, workspace: Workspace) -> Products:
         from hp_muon_plugin.muon.triton_products import TritonProducts
 
         return TritonProducts()
-    if algorithm.num_blocks > 1:
-        return BlockSymmetricProducts(algorithm.num_blocks, workspace)
+    blocks = algorithm.blocks(num_threads)
+    if blocks > 1:
+        return BlockSymmetricProducts(blocks, workspace)
     return FullProducts()

@@ -1,11 +1,13 @@
 """How many calls and bytes the iteration needs for matrices that come in pieces."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hp_muon_plugin.config.choices import FloatDtype, Schedule
-from hp_muon_plugin.muon.algorithm import Algorithm, Form, choose, is_gathered
+from hp_muon_plugin.muon.algorithm import TABLE, Algorithm, Form, choose, is_gathered, load_table, save_table
 from hp_muon_plugin.muon.coefficients import resolve_schedule
 from hp_muon_plugin.muon.newton_schulz import NewtonSchulz, Stack, Target, orthogonalize
 from hp_muon_plugin.muon.workspace import Workspace
@@ -167,3 +169,30 @@ def test_devices_launch_at_most_35_kernels_per_group(form: Form, dtype: FloatDty
     x, weight = gaussian(count, 24, 64), gaussian(count, 24, 64)
     names = calls(engine, [Stack(x, (Target(weight, 0, count, keep=0.9, scale=-0.1),))])
     assert len(names) <= 35, names
+
+
+def test_threads_that_share_a_product_share_few_and_large_ones() -> None:
+    """They meet at the end of each. The choice follows the number of threads from call to call."""
+    engine, x = engine_for(256, 256), gaussian(1, 256, 256)
+    out = torch.empty_like(x)
+    stacks = [Stack(x, (Target(out, 0, 1),))]
+    counts, results = [], []
+    try:
+        for threads in (1, 2, 1, 2):
+            torch.set_num_threads(threads)
+            counts.append(len(calls(engine, stacks)))
+            results.append(out.clone())
+    finally:
+        torch.set_num_threads(1)
+    assert counts[:2] == counts[2:]
+    assert counts[1] <= 35 < counts[0]
+    assert torch.equal(results[0], results[2])
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=1e-5)
+
+
+def test_a_table_keeps_the_blocks_of_shared_products(tmp_path: Path) -> None:
+    rules = [rule for rule in TABLE if rule.device == "cpu"]
+    save_table(rules, tmp_path / "table.json", note="")
+    assert list(load_table(tmp_path / "table.json"))[: len(rules)] == rules
+    assert [choose("cpu", 300, 300).blocks(threads) for threads in (1, 2)] == [4, 1]
+    assert [choose("cpu", 2048, 2048).blocks(threads) for threads in (1, 2)] == [16, 16]

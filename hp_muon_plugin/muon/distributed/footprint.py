@@ -146,10 +146,11 @@ class Footprint:
         itemsize = _FLOAT if algorithm.dtype is FloatDtype.float32 else 2
         for chunk in self._chunks(shapes):
             count, short = sum(shape[0] for shape in chunk), max(min(shape[1:]) for shape in chunk)
-            is_padded = max(runs) == 1 and algorithm.num_blocks > 1
+            blocks = algorithm.blocks(self._num_threads)
+            is_padded = max(runs) == 1 and blocks > 1
             self._small(count, short, itemsize, has_one_step=max(runs) == 1, is_padded=is_padded)
-            if algorithm.num_blocks > 1:
-                block = -(-short // min(algorithm.num_blocks, short))
+            if blocks > 1:
+                block = -(-short // min(blocks, short))
                 self.take("mirror", count * block * block, itemsize)
             if itemsize != _FLOAT:
                 for position, shape in enumerate(chunk):
