@@ -13,7 +13,8 @@ import torch
 from hp_muon_plugin.config.choices import OuterMode
 from hp_muon_plugin.fsdp.bucket import Bucket
 from hp_muon_plugin.platform.collectives import AxisGroup
-from hp_muon_plugin.platform.wire import Handle, Wire, wait_for
+from hp_muon_plugin.platform.protocol import Collective, Expected, Handle, Wire
+from hp_muon_plugin.platform.wire import wait_for
 
 
 @dataclass(slots=True)
@@ -54,6 +55,8 @@ class Group:
     segments: list[Segment] = field(default_factory=list)
     handles: list[Handle] = field(default_factory=list)
     weight_handles: list[Handle] = field(default_factory=list)
+    expected: list[Expected | None] = field(default_factory=list)
+    expected_weights: list[Expected | None] = field(default_factory=list)
     num_ready: int = 0
     num_settled: int = 0
     is_added: bool = False
@@ -151,19 +154,36 @@ class Group:
         assert flat is not None
         return flat
 
+    def expect(self, wire: Wire) -> None:
+        """Announce the reduction of a backward pass that begins.
+
+        Args:
+            wire: Collectives.
+        """
+        if self.mode is OuterMode.shard:
+            self.expected = [
+                wire.expect(Collective.REDUCE, self.grad[part.start : part.stop], self.axis, owner_index=part.owner)
+                for part in self.segments
+            ]
+        else:
+            self.expected = [wire.expect(Collective.ALL_REDUCE, self.grad, self.axis)]
+
     def begin(self, wire: Wire) -> None:
         """Begin the reduction, all buckets being ready.
 
         Args:
             wire: Collectives.
         """
-        flat = self._summed
+        flat, expected, self.expected = self._summed, self.expected, []
         if self.mode is OuterMode.shard:
             # replicate axis, each segment to its owner; the end of backward waits
-            self.handles = [wire.reduce(flat[part.start : part.stop], part.owner, self.axis) for part in self.segments]
+            self.handles = [
+                wire.reduce(flat[part.start : part.stop], part.owner, self.axis, expected=early)
+                for part, early in zip(self.segments, expected, strict=True)
+            ]
         else:
             # replicate axis, the whole group; the end of backward waits
-            self.handles = [wire.all_reduce(flat, self.axis)]
+            self.handles = [wire.all_reduce(flat, self.axis, expected=expected[0])]
 
     def finish(self) -> None:
         """Wait for the reduction, divide, add what earlier micro-batches left, and publish the gradients."""
@@ -192,6 +212,20 @@ class Group:
         self.num_ready = self.num_settled = 0
         self.is_added, self.is_partial = False, True
 
+    def expect_weights(self, wire: Wire) -> None:
+        """Announce :meth:`send_weights`: weights of all groups are announced before any is sent.
+
+        Args:
+            wire: Collectives.
+        """
+        if self.is_stale and self.compute is not None:
+            self.expected_weights = [
+                wire.expect(
+                    Collective.BROADCAST, self.compute[part.start : part.stop], self.axis, owner_index=part.owner
+                )
+                for part in self.segments
+            ]
+
     def send_weights(self, wire: Wire) -> None:
         """Begin to send updated weights from their owners, if they may have been updated since the last time.
 
@@ -203,8 +237,10 @@ class Group:
         self.is_stale = False
         # replicate axis, each segment from its owner; the first gather of a bucket waits
         self.weight_handles = [
-            wire.broadcast(self.compute[part.start : part.stop], part.owner, self.axis) for part in self.segments
+            wire.broadcast(self.compute[part.start : part.stop], part.owner, self.axis, expected=early)
+            for part, early in zip(self.segments, self.expected_weights, strict=True)
         ]
+        self.expected_weights = []
 
     def send_shards(self, wire: Wire) -> None:
         """Send shards from their owners where the compute type is not theirs. Waits.

@@ -44,6 +44,9 @@ class Reducer:
             order: Units as forward ran them, then those that did not run; the same on every rank.
         """
         self._queue = [unit for unit in reversed(order) if unit.trainable]
+        if self.syncs and self.all_reduces:
+            for group in self.groups:
+                group.expect(self._wire)
 
     def open(self, unit: Unit) -> None:
         """Give a unit's gradients of this backward pass a place.

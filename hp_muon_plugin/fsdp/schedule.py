@@ -143,6 +143,11 @@ class Schedule:
             unit.has_kept = False
             for bucket in unit.buckets:
                 bucket.refresh()
+        self._send_weights()
+
+    def _send_weights(self) -> None:
+        for group in reversed(self.reducer.groups):
+            group.expect_weights(self._wire)
         for group in reversed(self.reducer.groups):
             group.send_weights(self._wire)
 
@@ -254,8 +259,8 @@ class Schedule:
     def settle_weights(self) -> None:
         """Reshard, and bring every shard up to date with its owner's. All ranks must call it."""
         self.reshard()
+        self._send_weights()
         for group in self.reducer.groups:
-            group.send_weights(self._wire)
             group.wait_weights()
             group.send_shards(self._wire)
 

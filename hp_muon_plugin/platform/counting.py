@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from hp_muon_plugin.platform.collectives import AxisGroup
-from hp_muon_plugin.platform.wire import Collective, Handle, Wire
+from hp_muon_plugin.platform.protocol import Collective, Expected, Handle, Wire
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,6 +59,12 @@ class CountingWire:
         """Start again from zero."""
         self._traffic.clear()
 
+    def expect(
+        self, kind: Collective, tensor: torch.Tensor, axis: AxisGroup, *, owner_index: int = 0
+    ) -> Expected | None:
+        """See :meth:`Wire.expect`. The call itself counts, not its announcement."""
+        return self._wire.expect(kind, tensor, axis, owner_index=owner_index)
+
     def all_gather(self, output: torch.Tensor, source: torch.Tensor, axis: AxisGroup) -> Handle:
         """See :meth:`Wire.all_gather`."""
         self._count(Collective.ALL_GATHER, output, axis)
@@ -69,20 +75,24 @@ class CountingWire:
         self._count(Collective.REDUCE_SCATTER, source, axis)
         return self._wire.reduce_scatter(output, source, axis)
 
-    def all_reduce(self, tensor: torch.Tensor, axis: AxisGroup) -> Handle:
+    def all_reduce(self, tensor: torch.Tensor, axis: AxisGroup, *, expected: Expected | None = None) -> Handle:
         """See :meth:`Wire.all_reduce`."""
         self._count(Collective.ALL_REDUCE, tensor, axis)
-        return self._wire.all_reduce(tensor, axis)
+        return self._wire.all_reduce(tensor, axis, expected=expected)
 
-    def reduce(self, tensor: torch.Tensor, owner_index: int, axis: AxisGroup) -> Handle:
+    def reduce(
+        self, tensor: torch.Tensor, owner_index: int, axis: AxisGroup, *, expected: Expected | None = None
+    ) -> Handle:
         """See :meth:`Wire.reduce`."""
         self._count(Collective.REDUCE, tensor, axis)
-        return self._wire.reduce(tensor, owner_index, axis)
+        return self._wire.reduce(tensor, owner_index, axis, expected=expected)
 
-    def broadcast(self, tensor: torch.Tensor, owner_index: int, axis: AxisGroup) -> Handle:
+    def broadcast(
+        self, tensor: torch.Tensor, owner_index: int, axis: AxisGroup, *, expected: Expected | None = None
+    ) -> Handle:
         """See :meth:`Wire.broadcast`."""
         self._count(Collective.BROADCAST, tensor, axis)
-        return self._wire.broadcast(tensor, owner_index, axis)
+        return self._wire.broadcast(tensor, owner_index, axis, expected=expected)
 
     def all_to_all(
         self, output: torch.Tensor, source: torch.Tensor, received: Sequence[int], sent: Sequence[int], axis: AxisGroup

@@ -3,9 +3,16 @@
 gloo runs collectives on two threads of a group. Where both wait for a slow link's incoming bytes, no
 later collective begins to send, and the outgoing direction idles. Messages have no such queue: each is
 handed to the connection when it is issued, and they take no thread.
+
+gloo sends a message once its receiver has told that it waits for it, and tells so on the connection
+that also carries what the receiver itself sends. Behind megabytes for a slow link that takes as long as
+they do, so that receivers tell early where they can (:class:`Expected`).
 """
 
-from collections.abc import Mapping
+import itertools
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -13,6 +20,42 @@ import torch.distributed as dist
 from hp_muon_plugin.platform.collectives import AxisGroup
 
 _TAG = 0x6D75  # messages of one pair of ranks arrive in the order in which they were sent, so that one is enough
+_FIRST_EARLY_TAG, _NUM_EARLY_TAGS = 1 << 24, 1 << 24
+_early_tags: "weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]]" = weakref.WeakKeyDictionary()
+
+
+@dataclass(slots=True)
+class Expected:
+    """A message that is announced before it is sent.
+
+    Attributes:
+        tag: Of this message alone.
+        arriving: By place, what receives what comes from there.
+        works: The receives under way.
+        scratch: What ``arriving`` lies in, if it is to be given back.
+    """
+
+    tag: int
+    arriving: dict[int, torch.Tensor] = field(default_factory=dict)
+    works: list[dist.Work | None] = field(default_factory=list)
+    scratch: torch.Tensor | None = None
+
+
+def expect(group: dist.ProcessGroup, arriving: dict[int, torch.Tensor], scratch: torch.Tensor | None) -> Expected:
+    """Begin to receive what other ranks will send; all ranks of the group call alike, also those that will send.
+
+    Args:
+        group: Theirs.
+        arriving: By place, what receives what comes from there.
+        scratch: See :class:`Expected`.
+
+    Returns:
+        What the message goes by.
+    """
+    tags = _early_tags.setdefault(group, itertools.count())
+    tag = _FIRST_EARLY_TAG + next(tags) % _NUM_EARLY_TAGS
+    works: list[dist.Work | None] = [group.recv([tensor], place, tag) for place, tensor in arriving.items()]
+    return Expected(tag, arriving, works, scratch)
 
 
 def others(axis: AxisGroup) -> list[int]:
@@ -28,7 +71,11 @@ def others(axis: AxisGroup) -> list[int]:
 
 
 def exchange(
-    group: dist.ProcessGroup, leaving: Mapping[int, torch.Tensor], arriving: Mapping[int, torch.Tensor]
+    group: dist.ProcessGroup,
+    leaving: Mapping[int, torch.Tensor],
+    arriving: Mapping[int, torch.Tensor],
+    *,
+    expected: Expected | None = None,
 ) -> list[dist.Work | None]:
     """Begin to send to and to receive from other ranks.
 
@@ -36,10 +83,13 @@ def exchange(
         group: Theirs; all of them issue their messages in the same order.
         leaving: By place, what is sent there.
         arriving: By place, what receives what comes from there.
+        expected: Their announcement, if there was one: then what arrives is under way.
 
     Returns:
         What to wait for.
     """
+    if expected is not None:
+        return expected.works + [group.send([tensor], place, expected.tag) for place, tensor in leaving.items()]
     received: list[dist.Work | None] = [group.recv([tensor], place, _TAG) for place, tensor in arriving.items()]
     return received + [group.send([tensor], place, _TAG) for place, tensor in leaving.items()]
 
@@ -64,7 +114,12 @@ def gather(
 
 
 def broadcast(
-    tensor: torch.Tensor, owner_index: int, axis: AxisGroup, group: dist.ProcessGroup
+    tensor: torch.Tensor,
+    owner_index: int,
+    axis: AxisGroup,
+    group: dist.ProcessGroup,
+    *,
+    expected: Expected | None = None,
 ) -> list[dist.Work | None]:
     """Begin to copy one rank's buffer to all of them.
 
@@ -73,6 +128,7 @@ def broadcast(
         owner_index: The owner's place on the axis.
         axis: Ranks that take part; all of them call.
         group: Theirs.
+        expected: Its announcement, if there was one.
 
     Returns:
         What to wait for.
@@ -80,4 +136,4 @@ def broadcast(
     # all of tensor arrives at each rank but the owner, from there: owners take turns, so that links are used evenly
     is_owner = axis.index == owner_index
     leaving = dict.fromkeys(others(axis), tensor) if is_owner else {}
-    return exchange(group, leaving, {} if is_owner else {owner_index: tensor})
+    return exchange(group, leaving, {} if is_owner else {owner_index: tensor}, expected=expected)

@@ -6,9 +6,10 @@ from typing import Protocol
 import torch
 
 from hp_muon_plugin.platform.collectives import AxisGroup
+from hp_muon_plugin.platform.direct import Expected
 from hp_muon_plugin.platform.kinds import Collective
 
-__all__ = ["Collective", "Handle", "Wire"]
+__all__ = ["Collective", "Expected", "Handle", "Wire"]
 
 
 class Handle(Protocol):
@@ -23,6 +24,24 @@ class Handle(Protocol):
 
 class Wire(Protocol):
     """What the engine needs of a network. All ranks of an axis issue the same calls in the same order."""
+
+    def expect(
+        self, kind: Collective, tensor: torch.Tensor, axis: AxisGroup, *, owner_index: int = 0
+    ) -> Expected | None:
+        """Announce a call that this rank will issue later, so that what it receives is not held up.
+
+        All ranks of the axis announce the same calls in the same order. Only messages on the CPU gain by it.
+
+        Args:
+            kind: ``all_reduce``, ``reduce`` or ``broadcast``.
+            tensor: What the call will be given, or a buffer like it; a broadcast writes to it from now on
+                where this rank is not the owner, a sum does not touch it.
+            axis: Ranks that take part; all of them must call.
+            owner_index: The owner's place on the axis, of a reduce or broadcast.
+
+        Returns:
+            What the call is to be given as ``expected``; None if that makes no difference.
+        """
 
     def all_gather(self, output: torch.Tensor, source: torch.Tensor, axis: AxisGroup) -> Handle:
         """Start to gather equally long buffers.
@@ -48,36 +67,43 @@ class Wire(Protocol):
             The handle. Neither buffer may be touched before its ``wait()``.
         """
 
-    def all_reduce(self, tensor: torch.Tensor, axis: AxisGroup) -> Handle:
+    def all_reduce(self, tensor: torch.Tensor, axis: AxisGroup, *, expected: Expected | None = None) -> Handle:
         """Start to sum in place; every rank holds the result.
 
         Args:
             tensor: ``(n,)``.
             axis: Ranks that take part; all of them must call.
+            expected: What :meth:`expect` returned for this call, if it was announced.
 
         Returns:
             The handle. The buffer may not be touched before its ``wait()``.
         """
 
-    def reduce(self, tensor: torch.Tensor, owner_index: int, axis: AxisGroup) -> Handle:
+    def reduce(
+        self, tensor: torch.Tensor, owner_index: int, axis: AxisGroup, *, expected: Expected | None = None
+    ) -> Handle:
         """Start to sum in place on one rank.
 
         Args:
             tensor: ``(n,)``; holds the sum on the owner, and nothing of use on the other ranks.
             owner_index: The owner's place on the axis.
             axis: Ranks that take part; all of them must call.
+            expected: What :meth:`expect` returned for this call, if it was announced.
 
         Returns:
             The handle. The buffer may not be touched before its ``wait()``.
         """
 
-    def broadcast(self, tensor: torch.Tensor, owner_index: int, axis: AxisGroup) -> Handle:
+    def broadcast(
+        self, tensor: torch.Tensor, owner_index: int, axis: AxisGroup, *, expected: Expected | None = None
+    ) -> Handle:
         """Start to copy one rank's buffer to all of them.
 
         Args:
             tensor: ``(n,)``; sent by the owner, overwritten on the other ranks.
             owner_index: The owner's place on the axis.
             axis: Ranks that take part; all of them must call.
+            expected: What :meth:`expect` returned for this call, if it was announced.
 
         Returns:
             The handle. The buffer may not be touched before its ``wait()``.

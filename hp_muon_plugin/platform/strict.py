@@ -24,6 +24,7 @@ from torch.distributed import distributed_c10d
 
 from hp_muon_plugin.platform.collectives import AxisGroup
 from hp_muon_plugin.platform.first_use import FirstUses, find_conflict
+from hp_muon_plugin.platform.protocol import Collective, Expected, Handle, Wire
 from hp_muon_plugin.platform.strict_rules import (
     UNSUPPORTED_SIZES,
     Call,
@@ -33,7 +34,6 @@ from hp_muon_plugin.platform.strict_rules import (
     check_call,
     overlaps,
 )
-from hp_muon_plugin.platform.wire import Collective, Handle, Wire
 
 _INSTANCES = itertools.count()  # ranks make their strict wires in one order, as everything else
 
@@ -53,6 +53,14 @@ class StrictWire:
         self._num_calls: dict[str, int] = {}
         self._pending: list[_StrictHandle] = []
         self._first_uses = FirstUses()
+
+    def expect(
+        self, kind: Collective, tensor: torch.Tensor, axis: AxisGroup, *, owner_index: int = 0
+    ) -> Expected | None:
+        """See :meth:`Wire.expect`. HCCL knows no announcements: a broadcast's buffer is poisoned, and that is all."""
+        if kind is Collective.BROADCAST and axis.index != owner_index:
+            poison(tensor)
+        return None
 
     def all_gather(self, output: torch.Tensor, source: torch.Tensor, axis: AxisGroup) -> Handle:
         """See :meth:`Wire.all_gather`."""
@@ -74,19 +82,23 @@ class StrictWire:
         start = partial(self._wire.reduce_scatter, result, held, axis)
         return self._issue(_StrictHandle(self, call, key, start, written=[output, source], read=[], result=result))
 
-    def all_reduce(self, tensor: torch.Tensor, axis: AxisGroup) -> Handle:
+    def all_reduce(self, tensor: torch.Tensor, axis: AxisGroup, *, expected: Expected | None = None) -> Handle:
         """See :meth:`Wire.all_reduce`."""
         call = Call(Collective.ALL_REDUCE, axis, tensor, tensor)
         return self._in_place(call, lambda held: self._wire.all_reduce(held, axis), keeps_result=True)
 
-    def reduce(self, tensor: torch.Tensor, owner_index: int, axis: AxisGroup) -> Handle:
+    def reduce(
+        self, tensor: torch.Tensor, owner_index: int, axis: AxisGroup, *, expected: Expected | None = None
+    ) -> Handle:
         """See :meth:`Wire.reduce`."""
         call = Call(Collective.REDUCE, axis, tensor, tensor, owner_index)
         return self._in_place(
             call, lambda held: self._wire.reduce(held, owner_index, axis), keeps_result=axis.index == owner_index
         )
 
-    def broadcast(self, tensor: torch.Tensor, owner_index: int, axis: AxisGroup) -> Handle:
+    def broadcast(
+        self, tensor: torch.Tensor, owner_index: int, axis: AxisGroup, *, expected: Expected | None = None
+    ) -> Handle:
         """See :meth:`Wire.broadcast`."""
         call = Call(Collective.BROADCAST, axis, tensor, tensor, owner_index)
         return self._in_place(

@@ -5,21 +5,22 @@ length. Sums are plain: nothing here averages, because HCCL only emulates averag
 first. An axis of one rank goes the same way as any other: its buffers are copied, its handles are
 finished. Empty buffers start no collective, as all ranks agree that they are empty.
 
-CPU tensors take their own route (gloo): all but all-reduce and all-to-all is messages that are under way at once
-(:mod:`hp_muon_plugin.platform.direct`). gloo's reduce-scatter is an all-reduce of a clone, twice the
-bytes; its reduce scatters and then gathers, half as many bytes again; its all-gather waits for one
-neighbour at a time. Here whoever keeps a sum receives all of it and adds.
+CPU tensors take their own route (gloo): all but all-to-all, and all-reduces of more than two ranks, is messages
+that are under way at once (:mod:`hp_muon_plugin.platform.direct`). gloo's reduce-scatter is an all-reduce of a
+clone, twice the bytes; its reduce scatters and then gathers, half as many bytes again; its all-gather waits for one
+neighbour at a time; its all-reduce of two ranks exchanges halves of the terms and then halves of the sum,
+which is no less than the terms. Here whoever keeps a sum receives all of it and adds.
 What is copied or summed here is written through ``.data``, so that autograd's version counters stay
 as they are, as with every collective of c10d.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
 from hp_muon_plugin.platform.collectives import AxisGroup, all_gather_function, reduce_scatter_function
-from hp_muon_plugin.platform.direct import broadcast, exchange, gather, others
+from hp_muon_plugin.platform.direct import Expected, broadcast, exchange, expect, gather, others
 from hp_muon_plugin.platform.protocol import Collective, Handle, Wire
 from hp_muon_plugin.platform.scratch import Scratch
 
@@ -27,6 +28,7 @@ __all__ = ["C10dWire", "Collective", "Finished", "Handle", "Wire", "wait_for"]
 
 SUM_BLOCK = 1 << 17  # elements summed at a time: a block's partial sums stay in the cache
 _HALVES = (torch.bfloat16, torch.float16)
+_PAIR = 2
 
 
 class Finished:
@@ -49,6 +51,20 @@ class C10dWire:
         self._gather = all_gather_function()
         self._scatter = reduce_scatter_function()
         self._scratch = Scratch()
+
+    def expect(
+        self, kind: Collective, tensor: torch.Tensor, axis: AxisGroup, *, owner_index: int = 0
+    ) -> Expected | None:
+        """See :meth:`Wire.expect`."""
+        group = axis.group
+        if group is None or tensor.numel() == 0 or tensor.device.type != "cpu":
+            return None
+        if kind is Collective.BROADCAST:
+            return expect(group, {} if axis.index == owner_index else {owner_index: tensor}, None)
+        if kind is Collective.ALL_REDUCE:
+            return expect(group, *self._arriving(tensor, axis)) if axis.size == _PAIR else None
+        assert kind is Collective.REDUCE, kind
+        return expect(group, *(self._arriving(tensor, axis) if axis.index == owner_index else ({}, None)))
 
     def all_gather(self, output: torch.Tensor, source: torch.Tensor, axis: AxisGroup) -> Handle:
         """See :meth:`Wire.all_gather`."""
@@ -76,31 +92,37 @@ class C10dWire:
         work = self._scatter(output, source, op=dist.ReduceOp.SUM, group=axis.group, async_op=True)
         return _Pending([work], (output, source))
 
-    def all_reduce(self, tensor: torch.Tensor, axis: AxisGroup) -> Handle:
+    def all_reduce(self, tensor: torch.Tensor, axis: AxisGroup, *, expected: Expected | None = None) -> Handle:
         """See :meth:`Wire.all_reduce`."""
         if axis.group is None or tensor.numel() == 0:
             return Finished()
+        if tensor.device.type == "cpu" and axis.size == _PAIR:
+            return self._exchange_and_add(tensor, axis, axis.group, expected)
         # twice (size - 1) / size of tensor leaves each rank; positional, as MindSpeed's wrapper wants it
         return _Pending([dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=axis.group, async_op=True)], (tensor,))
 
-    def reduce(self, tensor: torch.Tensor, owner_index: int, axis: AxisGroup) -> Handle:
+    def reduce(
+        self, tensor: torch.Tensor, owner_index: int, axis: AxisGroup, *, expected: Expected | None = None
+    ) -> Handle:
         """See :meth:`Wire.reduce`."""
         assert 0 <= owner_index < axis.size, (owner_index, axis)
         if axis.group is None or tensor.numel() == 0:
             return Finished()
         if tensor.device.type == "cpu":
-            return self._collect_and_sum(tensor, owner_index, axis, axis.group)
+            return self._collect_and_sum(tensor, owner_index, axis, axis.group, expected)
         owner = dist.get_global_rank(axis.group, owner_index)
         # (size - 1) / size of tensor leaves each rank and arrives at the owner
         return _Pending([dist.reduce(tensor, owner, dist.ReduceOp.SUM, axis.group, async_op=True)], (tensor,))
 
-    def broadcast(self, tensor: torch.Tensor, owner_index: int, axis: AxisGroup) -> Handle:
+    def broadcast(
+        self, tensor: torch.Tensor, owner_index: int, axis: AxisGroup, *, expected: Expected | None = None
+    ) -> Handle:
         """See :meth:`Wire.broadcast`."""
         assert 0 <= owner_index < axis.size, (owner_index, axis)
         if axis.group is None or tensor.numel() == 0:
             return Finished()
         if tensor.device.type == "cpu":
-            return _Pending(broadcast(tensor, owner_index, axis, axis.group), (tensor,))
+            return _Pending(broadcast(tensor, owner_index, axis, axis.group, expected=expected), (tensor,))
         owner = dist.get_global_rank(axis.group, owner_index)
         # all of tensor arrives at each rank but the owner
         return _Pending([dist.broadcast(tensor, owner, axis.group, async_op=True)], (tensor,))
@@ -132,14 +154,47 @@ class C10dWire:
         return _Pending(works, (output, source), add)
 
     def _collect_and_sum(
-        self, tensor: torch.Tensor, owner_index: int, axis: AxisGroup, group: dist.ProcessGroup
+        self,
+        tensor: torch.Tensor,
+        owner_index: int,
+        axis: AxisGroup,
+        group: dist.ProcessGroup,
+        expected: Expected | None,
     ) -> Handle:
         # all of tensor leaves each rank but the owner; gloo's own reduce sends half as much again
         if axis.index != owner_index:
-            return _Pending(exchange(group, {owner_index: tensor}, {}), (tensor,))
+            return _Pending(exchange(group, {owner_index: tensor}, {}, expected=expected), (tensor,))
+        if expected is None:
+            arriving, scratch = self._arriving(tensor, axis)
+            return self._summed(tensor, axis, exchange(group, {}, arriving), arriving, scratch)
+        assert expected.scratch is not None
+        return self._summed(tensor, axis, expected.works, expected.arriving, expected.scratch)
+
+    def _exchange_and_add(
+        self, tensor: torch.Tensor, axis: AxisGroup, group: dist.ProcessGroup, expected: Expected | None
+    ) -> Handle:
+        leaving = {1 - axis.index: tensor}  # all of it, from each of the two
+        if expected is None:
+            arriving, scratch = self._arriving(tensor, axis)
+            return self._summed(tensor, axis, exchange(group, leaving, arriving), arriving, scratch)
+        assert expected.scratch is not None
+        works = exchange(group, leaving, {}, expected=expected)
+        return self._summed(tensor, axis, works, expected.arriving, expected.scratch)
+
+    def _arriving(self, tensor: torch.Tensor, axis: AxisGroup) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
+        """Where the other ranks' terms of a sum arrive, by place, and the scratch that they lie in."""
         scratch = self._scratch.take((axis.size - 1) * tensor.numel(), tensor.dtype)
-        arriving = dict(zip(others(axis), scratch.view(axis.size - 1, tensor.numel()), strict=True))
-        works = exchange(group, {}, arriving)
+        return dict(zip(others(axis), scratch.view(axis.size - 1, tensor.numel()), strict=True)), scratch
+
+    def _summed(
+        self,
+        tensor: torch.Tensor,
+        axis: AxisGroup,
+        works: list[dist.Work | None],
+        arriving: Mapping[int, torch.Tensor],
+        scratch: torch.Tensor,
+    ) -> Handle:
+        """Add what arrives to ``tensor`` when it has."""
 
         def add() -> None:
             self._sum_rows(tensor, [arriving.get(place, tensor) for place in range(axis.size)])
@@ -149,6 +204,9 @@ class C10dWire:
 
     def _sum_rows(self, output: torch.Tensor, rows: list[torch.Tensor]) -> None:
         """Add two rows or more, in this order; ``output`` may be one of them."""
+        if len(rows) == _PAIR and any(row is output for row in rows):  # in either order the same, and rounded once
+            output.data.add_(rows[0] if rows[1] is output else rows[1])
+            return
         is_half = output.dtype in _HALVES
         block = self._scratch.take(SUM_BLOCK, torch.float32 if is_half else output.dtype)
         in_place = not is_half and all(row is not output for row in rows[1:])

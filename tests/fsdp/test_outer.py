@@ -12,7 +12,8 @@ from hp_muon_plugin.bench.fsdp_traffic import CountCalls
 from hp_muon_plugin.fsdp import hp_fully_shard
 from hp_muon_plugin.fsdp.api import schedule_of
 from hp_muon_plugin.platform.collectives import AxisGroup
-from hp_muon_plugin.platform.wire import C10dWire, Handle
+from hp_muon_plugin.platform.protocol import Expected, Handle
+from hp_muon_plugin.platform.wire import C10dWire
 from hp_muon_plugin.train.environment import Launch
 from tests.dist_pool import joined, run_ranks
 
@@ -74,13 +75,17 @@ class Order(C10dWire):
         self.summed: list[torch.Tensor] = []
         self.sent: list[torch.Tensor] = []
 
-    def reduce(self, tensor: torch.Tensor, owner_index: int, axis: AxisGroup) -> Handle:
+    def reduce(
+        self, tensor: torch.Tensor, owner_index: int, axis: AxisGroup, *, expected: Expected | None = None
+    ) -> Handle:
         self.summed.append(tensor)
-        return super().reduce(tensor, owner_index, axis)
+        return super().reduce(tensor, owner_index, axis, expected=expected)
 
-    def broadcast(self, tensor: torch.Tensor, owner_index: int, axis: AxisGroup) -> Handle:
+    def broadcast(
+        self, tensor: torch.Tensor, owner_index: int, axis: AxisGroup, *, expected: Expected | None = None
+    ) -> Handle:
         self.sent.append(tensor)
-        return super().broadcast(tensor, owner_index, axis)
+        return super().broadcast(tensor, owner_index, axis, expected=expected)
 
 
 def places(tensors: list[torch.Tensor], whole: list[torch.Tensor]) -> list[int]:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from hp_muon_plugin.platform import wire as wire_module
 from hp_muon_plugin.platform.collectives import AxisGroup
+from hp_muon_plugin.platform.kinds import Collective
 from hp_muon_plugin.platform.wire import C10dWire
 from tests.dist_pool import joined, run_ranks
 
@@ -317,3 +318,83 @@ def run_reads_versions(launch):
 def test_version_counters_stay(world_size):
     """A weight gathered again for its backward pass must not look changed to autograd."""
     assert run_ranks(world_size, run_reads_versions) == [True] * world_size
+
+
+def run_announced(launch):
+    """Two models announce their calls together, and issue them in turn, with calls between that nobody announced."""
+    axis = axis_of(launch)
+    wires = (C10dWire(), C10dWire())
+    sums, copies, announced = [], [], []
+    for seed, wire in enumerate(wires):
+        for n in LENGTHS:
+            owner = n % axis.size
+            sums.append((wire, whole_numbers(n, axis.index, seed=seed), owner, seed))
+            copies.append((wire, whole_numbers(n, axis.index, seed=seed + 7), owner, seed + 7))
+            announced.append(
+                (
+                    wire.expect(Collective.REDUCE, sums[-1][1], axis, owner_index=owner),
+                    wire.expect(Collective.BROADCAST, copies[-1][1], axis, owner_index=owner),
+                    wire.expect(Collective.ALL_REDUCE, sums[-1][1], axis),
+                )
+            )
+    handles, totals = [], []
+    for index in reversed(range(len(sums))):
+        (wire, summand, owner, _), (_, copy, _, _), early = sums[index], copies[index], announced[index]
+        totals.append((index, summand.clone(), summand.clone()))
+        handles.append(wire.broadcast(copy, owner, axis, expected=early[1]))
+        handles.append(wire.all_reduce(totals[-1][1], axis, expected=early[2]))
+        handles.append(wire.all_reduce(totals[-1][2], axis))
+        handles.append(wire.reduce(summand, owner, axis, expected=early[0]))
+    for handle in handles:
+        handle.wait()
+    for (_, summand, owner, seed), (_, copy, _, copied_seed) in zip(sums, copies, strict=True):
+        if axis.index == owner:
+            assert_same(summand.double(), summed(summand.numel(), axis.size, seed))
+        assert_same(copy, whole_numbers(copy.numel(), owner, seed=copied_seed))
+    for index, *found in totals:
+        for total in found:
+            assert_same(total.double(), summed(total.numel(), axis.size, sums[index][3]))
+    return True
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_announced_calls_find_each_other_in_any_order(world_size):
+    assert run_ranks(world_size, run_announced) == [True] * world_size
+
+
+def run_announces_first(launch):
+    """The owner's message waits for nothing but its own: the receive was there before, and is the only one."""
+    axis = axis_of(launch)
+    wire, posted = C10dWire(), []
+    receive = axis.group.recv
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(axis.group), "recv", lambda group, *rest: posted.append(rest) or receive(*rest))
+        buffer = whole_numbers(64, axis.index)
+        early = wire.expect(Collective.REDUCE, buffer, axis, owner_index=0)
+        before = len(posted)
+        wire.reduce(buffer, 0, axis, expected=early).wait()
+    return before, len(posted)
+
+
+def test_an_announced_sum_is_received_from_the_announcement_on():
+    assert run_ranks(3, run_announces_first) == [(2, 2), (0, 0), (0, 0)]
+
+
+def run_counts_pair_bytes(launch):
+    """A sum of two ranks is one message each way, of all its elements."""
+    axis = axis_of(launch)
+    sent = []
+    send = axis.group.send
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            type(axis.group),
+            "send",
+            lambda group, tensors, *rest: sent.append(tensors[0].numel()) or send(tensors, *rest),
+        )
+        C10dWire().all_reduce(whole_numbers(1001, axis.index), axis).wait()
+    return sent
+
+
+def test_two_ranks_sum_with_one_message_each():
+    assert run_ranks(2, run_counts_pair_bytes) == [[1001]] * 2
+    assert run_ranks(3, run_counts_pair_bytes) == [[]] * 3
