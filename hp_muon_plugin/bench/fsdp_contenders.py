@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
 from hp_muon_plugin.bench.fsdp_cases import Case, build
+from hp_muon_plugin.config.choices import OuterMode
 from hp_muon_plugin.fsdp import MixedPrecision, hp_fully_shard
 from hp_muon_plugin.platform.counting import CountingWire
 from hp_muon_plugin.platform.wire import C10dWire
@@ -204,8 +206,5 @@ def contenders(replicas: int) -> dict[str, Builder]:
     """
     if replicas == 1:
         return {OURS: build_ours, TORCH: build_torch}
-    return {
-        f"{OURS} replicate": lambda setting: build_ours(setting, outer="replicate"),
-        f"{OURS} shard": lambda setting: build_ours(setting, outer="shard"),
-        TORCH: build_torch,
-    }
+    ours = {f"{OURS} {mode}": partial(build_ours, outer=mode) for mode in OuterMode}
+    return {**ours, TORCH: build_torch}
