@@ -44,7 +44,7 @@ def _steps(launch: Launch, model: Model, precision: Precision) -> Any:
     return whole_weights(ready), whole_tensors(ready, lambda param: masters[param]), ready.norms
 
 
-@pytest.mark.parametrize("precision", [Precision.fp32, Precision.bf16])
+@pytest.mark.parametrize("precision", [Precision.fp32, pytest.param(Precision.bf16, marks=pytest.mark.once)])
 @pytest.mark.parametrize("model", [dense(), moe()], ids=["dense", "moe"])
 def test_two_ranks_equal_one_bit_for_bit(model: Model, precision: Precision) -> None:
     wanted, masters, norms = run_ranks(1, _steps, model, precision)[0]

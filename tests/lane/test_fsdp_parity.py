@@ -94,7 +94,13 @@ def _id(case: tuple[str, int, Topology, HpFsdp]) -> str:
     return f"{name}-ranks{ranks}-tp{t.tp}{sp}-pp{t.pp}-ep{t.ep}-{dp.replicas}{dp.outer}"
 
 
-@pytest.mark.parametrize("case", LAYOUTS, ids=_id)
+# What one megatron-core version may do otherwise than another; the rest is our engine alone.
+IN_EVERY_LANE = [LAYOUTS[index] for index in (2, 3, 7, 8, 9)]
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in IN_EVERY_LANE else pytest.param(case, marks=pytest.mark.once) for case in LAYOUTS], ids=_id
+)
 def test_muon_over_shards_equals_the_float64_reference(case: tuple[str, int, Topology, HpFsdp]) -> None:
     check(*case, optimizer="hp_muon")
 
