@@ -28,6 +28,8 @@ _SMALL = ("model.hidden_size=32", "model.seq_length=32", "model.moe.num_experts=
 _THREE = {run: WRAPPERS[run] for run in ("megatron_ddp", "hp_fsdp", "hp_hsdp_shard")}
 _EXACT = ("topology.ranks=2", "run.micro_batch_size=4", "optimizer=adamw", "optimizer.clip_grad=0")
 """Two numbers have one sum, whoever adds them; and no norm, which is a sum of other parts with shards, scales them."""
+_CONTROL = {"megatron_ddp_2_ranks": ("dp=megatron_ddp", "topology.ranks=2")}
+"""Megatron's own wrapper twice: the same micro-batches, summed by two ranks instead of four."""
 STRATEGIES = ("allgather", "allgather_dedup", "alltoall", "gram", "auto")
 
 
@@ -48,11 +50,11 @@ class Study:
 
 STUDIES: dict[str, Study] = {
     "bf16": Study(1000, (*_BF16, *_EXACT, *_SMALL), _THREE),
-    "bf16_4_ranks": Study(1000, _BF16, _THREE),
+    "bf16_4_ranks": Study(1000, _BF16, _THREE | _CONTROL),
     "dense_hp_muon": Study(100, (*_FP32, *_DENSE), WRAPPERS | _TORCH),
-    "dense_adamw": Study(100, (*_FP32, *_DENSE, "optimizer=adamw"), WRAPPERS | _TORCH | _MEGATRON),
+    "dense_adamw": Study(100, (*_FP32, *_DENSE, "optimizer=adamw"), WRAPPERS | _TORCH | _MEGATRON | _CONTROL),
     "moe_adamw": Study(100, (*_FP32, *_EXACT), WRAPPERS),
-    "moe_4_ranks": Study(100, _FP32, WRAPPERS | _TORCH),
+    "moe_4_ranks": Study(100, _FP32, WRAPPERS | _TORCH | _CONTROL),
     "strategies": Study(
         300,
         (*_FP32, *_DENSE, "run.global_batch_size=8"),
