@@ -12,6 +12,7 @@ from hp_muon_plugin.checkpoint.canonical import Info, Key, Kind, Momentum, RunSt
 from hp_muon_plugin.checkpoint.formats import names
 from hp_muon_plugin.checkpoint.lazy import Lazy
 from hp_muon_plugin.checkpoint.run_values import plain
+from hp_muon_plugin.checkpoint.step_counts import FACT
 from hp_muon_plugin.errors import CheckpointError, ConfigError
 
 RECORD = "hp_muon"
@@ -212,15 +213,18 @@ def _convention(target: Target, option: str) -> Momentum | None:
     return Momentum(value)
 
 
-def record(source: Source, momentum: Momentum | None) -> dict[str, Any]:
+def record(source: Source, momentum: Momentum | None, step_place: str | None = None) -> dict[str, Any]:
     """What we leave in a checkpoint so that a later conversion finds all again: the run state and dtypes of weights.
 
     Args:
         source: What is written.
         momentum: Convention of the momentum buffers as written.
+        step_place: Where step counts are written, if not where the source had them.
     """
     state = asdict(source.state())
     state["momentum"] = None if momentum is None else str(momentum)
+    if step_place is not None:
+        state["model"][FACT] = str(step_place)
     weights = {
         key.name: str(info.dtype).removeprefix("torch.")
         for key, info in source.tensors().items()

@@ -21,6 +21,7 @@ from hp_muon_plugin.checkpoint.formats.base import (
 )
 from hp_muon_plugin.checkpoint.lazy import Lazy
 from hp_muon_plugin.checkpoint.run_values import plain
+from hp_muon_plugin.checkpoint.step_counts import note_place, take_group_steps
 from hp_muon_plugin.errors import CheckpointError
 
 NAME = "fsdp2"
@@ -167,6 +168,8 @@ def _state(folder: Keyed, keys: _Keys, found: Any, tensors: dict[Key, Lazy]) -> 
     for name, values in _hyper(folder, keys):
         for single in _singles(folder, keys, name):
             state.hyper[single] = {**state.hyper.get(single, {}), **values}
+    place = take_group_steps(state, {key.name for key in tensors if key.kind == Kind.exp_avg})
+    note_place(state, place)
     _take_momentum(state, tensors)
     state.model = {**state.model, **model_facts([key.name for key in tensors])}
     if any(".experts.linear" in name for name in keys.model):

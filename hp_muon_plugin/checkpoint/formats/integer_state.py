@@ -14,6 +14,7 @@ from hp_muon_plugin.checkpoint.canonical import Kind
 from hp_muon_plugin.checkpoint.formats.base import groups_of
 from hp_muon_plugin.checkpoint.formats.group_members import Param, is_muon, members
 from hp_muon_plugin.checkpoint.lazy import Lazy
+from hp_muon_plugin.checkpoint.step_counts import StepPlace, live_step, place_in
 from hp_muon_plugin.errors import CheckpointError
 
 
@@ -45,6 +46,7 @@ class Named:
     tensors: dict[tuple[str, str], Lazy] = field(default_factory=dict)
     steps: dict[str, float] = field(default_factory=dict)
     hyper: dict[str, dict[str, Any]] = field(default_factory=dict)
+    step_place: StepPlace | None = None
 
 
 def named(
@@ -71,7 +73,8 @@ def named(
     groups = [group for optimizer in optimizers for group in optimizer.groups]
     told = recorded.get("members") if isinstance(recorded, Mapping) else None
     found = iter(told or members(groups, params, args, where))
-    result = Named()
+    with_parameters = any("step" in kinds for optimizer in optimizers for kinds in optimizer.state.values())
+    result = Named(step_place=StepPlace.parameter if with_parameters else place_in(groups))
     for optimizer in optimizers:
         for index, group in enumerate(optimizer.groups):
             owned = next(found)
@@ -102,12 +105,13 @@ def _take_group(
             result.tensors[name, Kind.main] = master
     for name, number in zip(owned, optimizer.ids[index], strict=True):
         result.hyper[name] = {key: value for key, value in group.items() if key not in ("step", "params")}
-        if isinstance(group.get("step"), int | float):
-            result.steps[name] = float(group["step"])
-        for kind, value in optimizer.state.get(number, {}).items():
-            if kind == "step":
-                result.steps[name] = float(value.rows() if isinstance(value, Lazy) else value)
-            elif isinstance(value, Lazy) and value.shape:
+        kinds = optimizer.state.get(number, {})
+        own = kinds.get("step")
+        step = live_step(group.get("step"), own.rows() if isinstance(own, Lazy) else own)
+        if step is not None and (own is not None or Kind.exp_avg in kinds):
+            result.steps[name] = step
+        for kind, value in kinds.items():
+            if kind != "step" and isinstance(value, Lazy) and value.shape:
                 result.tensors[name, kind] = value
 
 
@@ -124,10 +128,9 @@ def split_optimizers(
     Returns:
         Of each optimizer the groups with their members. At least one optimizer.
     """
-    muon = [name for name in order if is_muon(hyper.get(name, {}))]
-    others = [name for name in order if name not in set(muon)]
-    parts = [muon, [name for name in others if name not in expert_parallel]]
-    parts.append([name for name in others if name in expert_parallel])
+    parts: list[list[str]] = [[], [], [], []]
+    for name in order:
+        parts[2 * (not is_muon(hyper.get(name, {}))) + (name in expert_parallel)].append(name)
     marked = {name: megatron_values(hyper.get(name, {}), name in expert_parallel) for name in order}
     return [groups_of(marked, part) for part in parts if part] or [[]]
 

@@ -25,6 +25,7 @@ from hp_muon_plugin.checkpoint.formats.random_states import rank_name
 from hp_muon_plugin.checkpoint.formats.spelling import facts_of
 from hp_muon_plugin.checkpoint.lazy import Lazy
 from hp_muon_plugin.checkpoint.run_values import plain
+from hp_muon_plugin.checkpoint.step_counts import StepPlace, note_place
 from hp_muon_plugin.errors import CheckpointError
 
 NAME = "torch"
@@ -40,6 +41,7 @@ class _Found:
     hyper: dict[str, dict[str, Any]] = field(default_factory=dict)
     gated: set[str] = field(default_factory=set)
     form: str = "none"
+    step_place: StepPlace | None = None
 
 
 def open_legacy(path: Path) -> LazySource:
@@ -80,6 +82,7 @@ def _layer_starts(ranks: list[RankFile]) -> dict[tuple[int, int], int]:
 def _take_rank(rank: RankFile, starts: dict[tuple[int, int], int], found: _Found) -> None:
     state = rank_optimizer(rank)
     found.form = state.form if state.form != "none" else found.form
+    found.step_place = found.step_place or state.step_place
     for chunk, model in enumerate(rank.chunks):
         local = _local_experts(rank, model)
         first_expert = rank.expert * local if rank.expert_ranks > 1 else 0
@@ -187,4 +190,5 @@ def _state(path: Path, ranks: list[RankFile], found: _Found, tensors: dict[Key, 
     state.steps = {name: step for name, step in state.steps.items() if name in there}
     state.hyper = {name: values for name, values in state.hyper.items() if name in there}
     state.model = {**state.model, **model_facts([key.name for key in tensors]), "legacy_optimizer": found.form, **spelt}
+    note_place(state, found.step_place)
     return state

@@ -22,6 +22,7 @@ from hp_muon_plugin.checkpoint.formats.legacy_rank import OPTIMIZER_FILE, RankFi
 from hp_muon_plugin.checkpoint.lazy import Lazy
 from hp_muon_plugin.checkpoint.run_values import number, plain
 from hp_muon_plugin.checkpoint.safe_pickle import Stored
+from hp_muon_plugin.checkpoint.step_counts import StepPlace, place_in
 from hp_muon_plugin.errors import CheckpointError
 
 _LAYER_WISE = "layer_wise_optimizer_"
@@ -37,12 +38,14 @@ class RankState:
         steps: Steps done.
         hyper: Values of its parameter group.
         form: ``distributed``, ``plain``, ``layer_wise`` or ``none``.
+        step_place: Where step counts were, if there are any.
     """
 
     tensors: list[dict[str, dict[str, Lazy]]]
     steps: list[dict[str, float]]
     hyper: list[dict[str, dict[str, Any]]]
     form: str = "none"
+    step_place: StepPlace | None = None
 
 
 @dataclass(slots=True)
@@ -81,6 +84,7 @@ def rank_optimizer(rank: RankFile) -> RankState:
             f"{folder} has parameter groups but no {OPTIMIZER_FILE}, which should hold the optimizer's tensors\n"
             "  fix: copy the files of all ranks, or convert a copy saved with --no-save-optim"
         )
+    state.step_place = found.step_place
     for (name, kind), tensor in found.tensors.items():
         chunk, bare = name.split("/", 1)
         state.tensors[int(chunk)].setdefault(bare, {})[kind] = tensor
@@ -129,7 +133,8 @@ def _distributed(rank: RankFile, params: _Params, saved: Any) -> Named:
             )
         mine = [param for param in params.order if param.expert_parallel == (apart and index == len(each) - 1)]
         _take_buffers(rank, archive, buffers, mine, params, where, result)
-    groups = _groups(saved)
+    groups = _groups(rank.filled("optimizer"))
+    result.step_place = place_in(groups)
     if groups:
         told = (rank.filled(RECORD) or {}).get("members")
         for group, owned in zip(groups, told or members(groups, params.order, rank.args, rank.where), strict=True):
@@ -200,7 +205,8 @@ def _optimizer(rank: RankFile, archive: torch_archive.Archive, saved: dict[str, 
     def read(value: Any, what: str) -> Any:
         return lazy.in_archive(rank.files, archive.located(value), what) if isinstance(value, Stored) else value
 
-    groups = [plain(group) for group in inner["param_groups"]]
+    stored = torch_archive.filled(inner["param_groups"], rank.files, archive, "param_groups")
+    groups = [plain(group) for group in stored]
     ids = [[int(item) for item in group.pop("params")] for group in groups]
     state = {
         int(index): {kind: read(value, f"{kind} of parameter {index}") for kind, value in entry.items()}
@@ -244,6 +250,7 @@ def _layer_wise(rank: RankFile, params: _Params, files: Sequence[str]) -> Named:
         result.tensors.update(share.tensors)
         result.steps.update(share.steps)
         result.hyper.update(share.hyper)
+        result.step_place = result.step_place or share.step_place
     return result
 
 

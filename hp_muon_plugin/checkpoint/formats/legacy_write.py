@@ -22,6 +22,7 @@ from hp_muon_plugin.checkpoint.formats.megatron_run import megatron_args
 from hp_muon_plugin.checkpoint.formats.random_states import rank_name
 from hp_muon_plugin.checkpoint.lazy import Lazy
 from hp_muon_plugin.checkpoint.run_values import random_state
+from hp_muon_plugin.checkpoint.step_counts import StepPlace, fused_values, group_value, wanted_place
 from hp_muon_plugin.checkpoint.torch_archive_stream import write_archive
 from hp_muon_plugin.errors import ConfigError
 
@@ -42,6 +43,7 @@ class LegacyWriter:
         """As :class:`~hp_muon_plugin.checkpoint.canonical.Writer`."""
         made, state = plan(source, target), source.state()
         check_momentum(source, target, Momentum.average)
+        wanted_place(source, target)
         found = []
         missing = [rank for rank in made.ranks() if _random(state, rank) is None]
         if missing:
@@ -149,7 +151,7 @@ def _model_file(made: Plan, rank: Rank, members: dict[str, str]) -> dict[str, An
         "model": model,
         "opt_param_scheduler": state.scheduler,
         "num_floating_point_operations_so_far": state.flops or 0,
-        RECORD: record(source, momentum_of(source, target, Momentum.average)),
+        RECORD: record(source, momentum_of(source, target, Momentum.average), wanted_place(source, target)),
     }
     random = _random(state, rank)
     if random is not None:
@@ -176,20 +178,21 @@ def _group_file(
     state: RunState,
 ) -> dict[str, Any]:
     """An optimizer's entry in the model file."""
-    if form == "distributed":
-        groups = []
-        for values, owned in part:
-            steps = [state.steps[members[name]] for name in owned if members[name] in state.steps]
-            groups.append({**values, **({"step": steps[0]} if steps else {})})
-        return {"optimizer": {"param_groups": groups}}
-    ids: dict[str, int] = {}
+    place = wanted_place(made.source, made.target)
+    in_groups = form == "distributed" or place is not StepPlace.parameter
     groups = []
     for values, owned in part:
+        steps = [state.steps[members[name]] for name in owned if members[name] in state.steps] if in_groups else []
+        groups.append({**fused_values(values, place), **({"step": group_value(max(steps), place)} if steps else {})})
+    if form == "distributed":
+        return {"optimizer": {"param_groups": groups}}
+    ids: dict[str, int] = {}
+    for group, (_, owned) in zip(groups, part, strict=True):
         first = len(ids)
         ids.update({name: first + index for index, name in enumerate(owned)})
-        groups.append({**values, "params": [ids[name] for name in owned]})
+        group["params"] = [ids[name] for name in owned]
     inner = {
-        "state": {number: _state_of(made, rank, members[name], state) for name, number in ids.items()},
+        "state": {number: _state_of(made, rank, members[name], in_groups) for name, number in ids.items()},
         "param_groups": groups,
     }
     masters = [
@@ -201,10 +204,11 @@ def _group_file(
     return inner
 
 
-def _state_of(made: Plan, rank: Rank, name: str, state: RunState) -> dict[str, Any]:
+def _state_of(made: Plan, rank: Rank, name: str, without_step: bool) -> dict[str, Any]:
     found: dict[str, Any] = {kind: made.tensor(name, kind, rank) for kind in made.kinds[name] if kind not in _NO_STATE}
-    if name in state.steps:
-        found["step"] = lazy.in_memory(torch.tensor(state.steps[name], dtype=torch.float32))
+    steps = made.source.state().steps
+    if name in steps and not without_step:
+        found["step"] = lazy.in_memory(torch.tensor(steps[name], dtype=torch.float32))
     return found
 
 

@@ -21,6 +21,7 @@ from hp_muon_plugin.checkpoint.formats.megatron_run import run_state
 from hp_muon_plugin.checkpoint.formats.random_states import rank_name
 from hp_muon_plugin.checkpoint.lazy import Lazy
 from hp_muon_plugin.checkpoint.run_values import plain
+from hp_muon_plugin.checkpoint.step_counts import note_place, take_group_steps
 from hp_muon_plugin.errors import CheckpointError
 
 NAME = "fsdp_dtensor"
@@ -96,14 +97,17 @@ def _whole_names(folder: DcpFolder, prefix: str, suffix: str = "") -> Iterator[t
 
 def _state(folder: DcpFolder, args: dict[str, Any], found: Any, tensors: dict[Key, Lazy]) -> RunState:
     state = run_state(folder, args, found, tensors)
+    state.steps = {}
     for key in folder.tensors:
         if key.startswith(STATE) and key.endswith(".step"):
             _take_step(state, names.bare(key.removeprefix(STATE).removesuffix(".step")), folder.read(key))
-    for key in folder.objects:
+    for key in [*folder.objects, *folder.tensors]:
         if key.startswith(GROUP):
             whole, hyper = key.removeprefix(GROUP).rsplit(".", 1)
+            value = folder.object(key) if key in folder.objects else folder.read(key)
             for single in _canonical_names(names.bare(whole)):
-                state.hyper.setdefault(single, {})[hyper] = plain(folder.object(key))
+                state.hyper.setdefault(single, {})[hyper] = plain(value)
+    note_place(state, take_group_steps(state, {key.name for key in tensors if key.kind == Kind.exp_avg}))
     state.random = {**state.random, **random_state(folder)}
     return state
 

@@ -23,6 +23,7 @@ from hp_muon_plugin.checkpoint.formats.megatron_run import put_run_state
 from hp_muon_plugin.checkpoint.formats.random_states import megatron_random, random_losses
 from hp_muon_plugin.checkpoint.formats.spelling import spelling
 from hp_muon_plugin.checkpoint.lazy import Lazy
+from hp_muon_plugin.checkpoint.step_counts import StepPlace, fused_values, group_value, wanted_place
 
 _STATE_PREFIX = "module.module.module."
 
@@ -38,6 +39,7 @@ class MegatronFsdpWriter:
     def losses(self, source: Source, target: Target) -> list[str]:
         """As :class:`~hp_muon_plugin.checkpoint.canonical.Writer`."""
         check_momentum(source, target, Momentum.average)
+        wanted_place(source, target)
         return random_losses(source.state(), [(0, 0)])
 
     def write(self, source: Source, folder: Path, target: Target, count: Callable[[int], None], budget: int) -> None:
@@ -46,7 +48,7 @@ class MegatronFsdpWriter:
             self._write(tree, source, target)
 
     def _write(self, tree: DcpTree, source: Source, target: Target) -> None:
-        state = source.state()
+        state, place = source.state(), wanted_place(source, target)
         gated, spell = _gated(source), spelling(source, target)
         for name, kinds in kinds_by_name(source).items():
             if Kind.buffer in kinds:
@@ -61,15 +63,18 @@ class MegatronFsdpWriter:
                 if kind == Kind.momentum:
                     value = lazy.scaled(value, momentum_factor(source, target, Momentum.average, name))
                 _put(tree, ("optimizer", "state"), f"{_STATE_PREFIX}{spell(name)}", (kind,), value, name in gated)
-            if name in state.steps:
+            group = ("optimizer", "param_to_group_meta", f"{_STATE_PREFIX}{spell(name)}")
+            if name in state.steps and place is not StepPlace.parameter:
+                tree.nested((*group, "step"), group_value(state.steps[name], place))
+            elif name in state.steps:
                 step = lazy.in_memory(torch.tensor(state.steps[name], dtype=torch.float32))
                 _put(tree, ("optimizer", "state"), f"{_STATE_PREFIX}{spell(name)}", ("step",), step, name in gated)
-            for hyper, value in state.hyper.get(name, {}).items():
-                tree.value(("optimizer", "param_to_group_meta", f"{_STATE_PREFIX}{spell(name)}", hyper), value)
+            for hyper, value in fused_values(state.hyper.get(name, {}), place).items():
+                tree.value((*group, hyper), value)
         put_run_state(tree, state, NAME)
         for (pipeline, tensor), values in megatron_random(state, [(0, 0)]).items():
             tree.nested(("rng_state", f"({pipeline}, {tensor})", 0), values)
-        tree.value((RECORD,), record(source, momentum_of(source, target, Momentum.average)))
+        tree.value((RECORD,), record(source, momentum_of(source, target, Momentum.average), place))
 
 
 def _gated(source: Source) -> set[str]:

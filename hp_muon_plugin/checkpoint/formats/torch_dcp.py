@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hp_muon_plugin.checkpoint import lazy
 from hp_muon_plugin.checkpoint.canonical import Key, Kind, RunState
 from hp_muon_plugin.checkpoint.dcp_files import DcpFolder
@@ -21,6 +23,7 @@ from hp_muon_plugin.checkpoint.formats.random_states import rank_name
 from hp_muon_plugin.checkpoint.lazy import Lazy
 from hp_muon_plugin.checkpoint.megatron_names import registration_order
 from hp_muon_plugin.checkpoint.run_values import plain
+from hp_muon_plugin.checkpoint.step_counts import note_place
 from hp_muon_plugin.errors import CheckpointError
 
 NAME = "torch_dcp"
@@ -83,7 +86,8 @@ def _optimizers(folder: DcpFolder) -> dict[int, Optimizer]:
             optimizer(match[1]).state.setdefault(int(match[2]), {})[match[3]] = value
         elif match := _GROUP.match(key):
             optimizer(match[1])
-            value = folder.object(key) if key in folder.objects else float(folder.read(key))
+            value = folder.object(key) if key in folder.objects else folder.read(key)
+            value = float(value) if isinstance(value, torch.Tensor) and match[3] != "step" else value
             groups.setdefault((int(match[1] or 0), int(match[2])), {})[match[3]] = plain(value)
         elif match := _MASTER.match(key):
             optimizer(match[1]).half = True
@@ -114,6 +118,7 @@ def _state(folder: DcpFolder, args: dict[str, Any], record: Any, known: Named, t
         for single, _ in names.single_experts(name, lazy.in_dcp(folder, _model_key(folder, name))):
             state.hyper[single] = values
     state.random = {**state.random, **_random(folder)}
+    note_place(state, known.step_place)
     return state
 
 

@@ -26,6 +26,7 @@ from hp_muon_plugin.checkpoint.formats.random_states import megatron_random, ran
 from hp_muon_plugin.checkpoint.formats.spelling import spelling
 from hp_muon_plugin.checkpoint.formats.torch_dcp import NAME
 from hp_muon_plugin.checkpoint.megatron_names import registration_order
+from hp_muon_plugin.checkpoint.step_counts import StepPlace, fused_values, group_value, wanted_place
 
 _NO_STATE = (Kind.weight, Kind.main, Kind.buffer)
 
@@ -38,6 +39,7 @@ class TorchDcpWriter:
     def losses(self, source: Source, target: Target) -> list[str]:
         """As :class:`~hp_muon_plugin.checkpoint.canonical.Writer`."""
         check_momentum(source, target, Momentum.average)
+        wanted_place(source, target)
         return random_losses(source.state(), [(0, 0)])
 
     def write(self, source: Source, folder: Path, target: Target, count: Callable[[int], None], budget: int) -> None:
@@ -65,7 +67,8 @@ class TorchDcpWriter:
         for values in megatron_random(state, [(0, 0)]).values():
             tree.nested(("rng_state", 0), values)
         members = [[spell(name) for name in owned] for groups in optimizers for _, owned in groups]
-        tree.value((RECORD,), {**record(source, momentum_of(source, target, Momentum.average)), "members": members})
+        kept = record(source, momentum_of(source, target, Momentum.average), wanted_place(source, target))
+        tree.value((RECORD,), {**kept, "members": members})
 
 
 def _put_optimizer(
@@ -76,7 +79,7 @@ def _put_optimizer(
     groups: list[tuple[dict[str, Any], list[str]]],
     kinds: dict[str, list[str]],
 ) -> None:
-    state = source.state()
+    state, place = source.state(), wanted_place(source, target)
     half = any(Kind.main in kinds[name] for _, names in groups for name in names)
     inner = (*root, "optimizer") if half else root
     number = 0
@@ -89,7 +92,7 @@ def _put_optimizer(
                 factor = momentum_factor(source, target, Momentum.average, name) if kind == Kind.momentum else 1.0
                 value = lazy.scaled(lazy.canonical(source, Key(name, kind)), factor)
                 tree.tensor((*inner, "state", str(number), kind), value)
-            if name in state.steps:
+            if name in state.steps and place is StepPlace.parameter:
                 step = lazy.in_memory(torch.tensor(state.steps[name], dtype=torch.float32))
                 tree.tensor((*inner, "state", str(number), "step"), step)
             if Kind.main in kinds[name]:
@@ -97,5 +100,8 @@ def _put_optimizer(
                 masters += 1
             number += 1
         first = number - len(owned)
-        for key, value in {**values, "params": list(range(first, number))}.items():
+        for key, value in {**fused_values(values, place), "params": list(range(first, number))}.items():
             tree.value((*inner, "param_groups", index, key), value)
+        steps = [state.steps[name] for name in owned if name in state.steps]
+        if steps and place is not StepPlace.parameter:
+            tree.nested((*inner, "param_groups", index, "step"), group_value(max(steps), place))

@@ -11,6 +11,7 @@ from hp_muon_plugin.checkpoint.canonical import Key, Kind, Momentum, RunState, S
 from hp_muon_plugin.checkpoint.megatron_groups import grouped
 from hp_muon_plugin.checkpoint.megatron_names import Place, Style, is_expert, place
 from hp_muon_plugin.checkpoint.run_values import namespace, random_state
+from hp_muon_plugin.checkpoint.step_counts import FACT, StepPlace, fused_values, group_value, wanted_place
 
 RECORD = "hp_muon"
 """Key of the common state under which we keep what Megatron has no place for. Its loader ignores it."""
@@ -116,7 +117,7 @@ def _completed(name: str, state: RunState, dims: int) -> dict[str, Any]:
 
 
 def optimizer_state(
-    chain: list[Member], lists: list[list[dict[str, Any]]], sharding: str, float32: bool
+    chain: list[Member], lists: list[list[dict[str, Any]]], sharding: str, float32: bool, place: StepPlace
 ) -> dict[Any, Any]:
     """The ``optimizer`` entry of the common state.
 
@@ -125,6 +126,7 @@ def optimizer_state(
         lists: Param groups of each.
         sharding: Form of the state.
         float32: Whether weights are float32, which have an optimizer without masters.
+        place: Where Adam's step counts go without a distributed optimizer, which has them in its groups anyhow.
     """
     found: list[dict[str, Any]] = []
     for member, items in zip(chain, lists, strict=True):
@@ -134,14 +136,24 @@ def optimizer_state(
             continue
         if distributed:
             kind = "fully_reshardable"
-            found.append({"optimizer": {"param_groups": items}, "param_state_sharding_type": kind})
+            groups = [_with_step(group, place) for group in items]
+            found.append({"optimizer": {"param_groups": groups}, "param_state_sharding_type": kind})
             continue
         steps = [group["step"] for group in items if "step" in group]
-        inner: dict[str, Any] = {"state": {"common_step": torch.tensor(max(steps))}} if steps else {}
-        inner["param_groups"] = [{key: value for key, value in group.items() if key != "step"} for group in items]
+        inner: dict[str, Any] = {}
+        if place is StepPlace.parameter or member.is_ours:
+            inner = {"state": {"common_step": torch.tensor(max(steps))}} if steps else {}
+            inner["param_groups"] = [{key: value for key, value in group.items() if key != "step"} for group in items]
+        else:
+            inner["param_groups"] = [_with_step(group, place) for group in items]
         found.append(inner if float32 and not member.is_ours else {"optimizer": inner})
     whole: dict[Any, Any] = dict(enumerate(found))
     return found[0] if len(found) == 1 else whole
+
+
+def _with_step(group: dict[str, Any], place: StepPlace) -> dict[str, Any]:
+    step = {"step": group_value(group["step"], place)} if "step" in group else {}
+    return {**fused_values(group, place), **step}
 
 
 def common_state(
@@ -180,6 +192,7 @@ def common_state(
     }
     record: dict[str, Any] = {"version": 1, "momentum": None if momentum is None else str(momentum)}
     record.update({name: getattr(state, name) for name in _RECORDED})
+    record[FACT] = str(wanted_place(source, target))
     found[RECORD] = record
     return found
 
@@ -196,6 +209,8 @@ def apply_record(state: RunState, record: Any) -> None:
     for name in _RECORDED:
         if record.get(name) is not None:
             setattr(state, name, record[name])
+    if record.get(FACT) is not None:
+        state.model[FACT] = record[FACT]
     if record.get("momentum") is not None:
         state.momentum = Momentum(record["momentum"])
 

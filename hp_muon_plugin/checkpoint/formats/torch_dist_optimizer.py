@@ -14,7 +14,7 @@ from hp_muon_plugin.checkpoint.canonical import Key, Kind
 from hp_muon_plugin.checkpoint.dcp_files import DcpFolder
 from hp_muon_plugin.checkpoint.formats.torch_dist_parts import Flat, Fragmented, Part, Stacked, fragments
 from hp_muon_plugin.checkpoint.megatron_names import expand, is_expert
-from hp_muon_plugin.checkpoint.run_values import number
+from hp_muon_plugin.checkpoint.step_counts import StepPlace, live_step, place_in
 from hp_muon_plugin.errors import CheckpointError
 
 _NAMED = re.compile(r"(?:chained_(\d+)\.)?optimizer\.state\.([a-z0-9_]+)\.(.+)\Z")
@@ -37,6 +37,7 @@ class OptimizerParts:
         groups: Param groups by index of the chained optimizer (0 if it is not chained).
         member: Index of the chained optimizer of each name with state; None where its key does not tell.
         form: Name of the form, as ``fully_reshardable``.
+        step_place: Where step counts were, if there are any.
         unread: Keys that were not understood.
     """
 
@@ -44,6 +45,7 @@ class OptimizerParts:
     groups: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     member: dict[str, int | None] = field(default_factory=dict)
     form: str | None = None
+    step_place: StepPlace | None = None
     unread: list[str] = field(default_factory=list)
 
 
@@ -85,7 +87,7 @@ def read_optimizer(folder: DcpFolder, common: Mapping[str, Any], weights: Mappin
         for (chain, group, number_, dtype), kinds in sorted(buckets.items(), key=lambda item: str(item[0])):
             where = f"{folder.path}: buffer {number_} {dtype} of optimizer {chain or 0}, group {group}"
             _add_buckets(found, folder, kinds, weights, chain, where)
-    found.groups = _groups(folder, common)
+    _add_groups(found, folder, common)
     return found
 
 
@@ -169,25 +171,23 @@ def _same_ends(folder: DcpFolder, master: Flat, weight: Part) -> bool:
     return True
 
 
-def _groups(folder: DcpFolder, common: Mapping[str, Any]) -> dict[int, list[dict[str, Any]]]:
-    found: dict[int, list[dict[str, Any]]] = {}
+def _add_groups(found: OptimizerParts, folder: DcpFolder, common: Mapping[str, Any]) -> None:
     optimizer = common.get("optimizer")
     if isinstance(optimizer, Mapping):
         chained = {int(key): value for key, value in optimizer.items() if str(key).isdigit()}
         for index, item in (chained or {0: optimizer}).items():
-            groups = _groups_of(item)
+            groups = _groups_of(found, item)
             if groups:
-                found[index] = groups
+                found.groups[index] = groups
     for key in folder.objects:
         match = _GROUP_OBJECT.match(key)
         if match:
             value = folder.object(key)
             value = value[0] if isinstance(value, list) else value
-            found.setdefault(int(match[1] or 0), _groups_of(value))
-    return found
+            found.groups.setdefault(int(match[1] or 0), _groups_of(found, value))
 
 
-def _groups_of(item: Any) -> list[dict[str, Any]]:
+def _groups_of(found: OptimizerParts, item: Any) -> list[dict[str, Any]]:
     if not isinstance(item, Mapping):
         return []
     inner = item.get("optimizer", item)
@@ -196,11 +196,12 @@ def _groups_of(item: Any) -> list[dict[str, Any]]:
     state = inner.get("state")
     common_step = state.get("common_step") if isinstance(state, Mapping) else None
     groups = [dict(group) for group in inner["param_groups"]]
+    place = place_in(groups) if common_step is None else StepPlace.parameter
+    found.step_place = found.step_place or place
     for group in groups:
-        if common_step is not None:
-            group.setdefault("step", common_step)
-        if "step" in group:
-            group["step"] = number(group["step"])
+        step = live_step(group.get("step"), common_step)
+        if step is not None:
+            group["step"] = step
     return groups
 
 

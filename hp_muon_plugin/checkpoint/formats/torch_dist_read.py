@@ -17,6 +17,7 @@ from hp_muon_plugin.checkpoint.formats.torch_dist_parts import Part, Stacked
 from hp_muon_plugin.checkpoint.megatron_groups import group_of, hyper_of
 from hp_muon_plugin.checkpoint.megatron_names import expand, is_split, registration_order, style_of, weight_kind
 from hp_muon_plugin.checkpoint.run_values import plain
+from hp_muon_plugin.checkpoint.step_counts import note_place
 from hp_muon_plugin.errors import CheckpointError
 
 _COMMON_OBJECT = "common_state/shard_0_1"
@@ -196,6 +197,7 @@ class TorchDistSource:
             },
             other=self._other(),
         )
+        note_place(state, optimizer.step_place)
         apply_record(state, common.get(RECORD))
         return state
 

@@ -22,6 +22,7 @@ from hp_muon_plugin.checkpoint.formats.torch_dist_common import (
 from hp_muon_plugin.checkpoint.formats.torch_dist_style import sharding_of, style_of_target
 from hp_muon_plugin.checkpoint.hashing import piece_bytes, pieces
 from hp_muon_plugin.checkpoint.megatron_names import Style, is_expert, moe_layers_of, place
+from hp_muon_plugin.checkpoint.step_counts import wanted_place
 from hp_muon_plugin.errors import ConfigError
 
 _METADATA = {
@@ -43,6 +44,7 @@ class TorchDistWriter:
         sharding_of(source, target)
         _check_experts(source, target)
         style_of_target(source, target)
+        wanted_place(source, target)
         infos, state = source.tensors(), source.state()
         lost = []
         if uneven_steps(source):
@@ -90,7 +92,8 @@ class TorchDistWriter:
         lists = group_lists(chain, source, expert_parallel)
         for group in (group for items in lists for group in items if "momentum_convention" in group):
             group["momentum_convention"] = "moving_average" if is_converted else "sum"
-        optimizer = optimizer_state(chain, lists, sharding, _is_float32(source.tensors())) if chain else {}
+        place, is_float32 = wanted_place(source, target), _is_float32(source.tensors())
+        optimizer = optimizer_state(chain, lists, sharding, is_float32, place) if chain else {}
         momentum = Momentum.average if source.state().momentum and is_converted else source.state().momentum
         torch.save(common_state(source, target, optimizer, sharding, momentum), folder / "common.pt")
         write_durably(folder / "metadata.json", json.dumps(_METADATA))
