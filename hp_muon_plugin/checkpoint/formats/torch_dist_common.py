@@ -181,6 +181,8 @@ def common_state(
     if sharding.endswith("reshardable"):
         content["distrib_optim_sharding_type"] = sharding.removeprefix("layer_wise_")
         content["distrib_optim_fully_reshardable_mem_efficient"] = False
+    elif sharding == "layer_wise":
+        content["distrib_optim_sharding_type"] = "dp_reshardable"  # what makes the loader put chained_ before keys
     found: dict[str, Any] = {
         "args": namespace({**state.args, **sizes}),
         "checkpoint_version": 3.0,
