@@ -70,6 +70,7 @@ def build_megatron_optimizer(
     divided = divide_groups(upstream, dict(zip(specs, routes, strict=True)), options, config)
     optimizer = _assemble(divided, specs, routes, options, config, groups)
     optimizer.clip_logits(chunks)
+    optimizer.watch(chunks)
     if not dist.is_initialized() or dist.get_rank() == 0:
         logger.info("parameters of rank 0 and who updates them:\n%s", format_table(table_rows(routes, options)))
     return optimizer

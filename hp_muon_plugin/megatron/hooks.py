@@ -104,7 +104,7 @@ HOOKS: tuple[Hook, ...] = (
         first=(0, 12),
         last=(0, 19),
         why="trainers choose among Megatron's own wrappers in closures, default arguments and private functions that "
-        "differ between versions; all of them construct this class",
+        "differ between versions; all of them construct this class. Without dp=hp_fsdp it only notes what is wrapped",
         remove_when="megatron-core has a public way to name another wrapper",
     ),
     Hook(

@@ -16,6 +16,7 @@ from hp_muon_plugin.config.ranges import check_ranges
 from hp_muon_plugin.errors import HookError, raise_all
 from hp_muon_plugin.megatron.bypass import refuse_other_muon, refuse_stale_aliases, refuse_unsharded
 from hp_muon_plugin.megatron.contract import check_contract
+from hp_muon_plugin.megatron.first_step import noting_init
 from hp_muon_plugin.megatron.hooks import HOOKS, Hook, HookKind, put, take_back
 from hp_muon_plugin.megatron.options import Given
 from hp_muon_plugin.megatron.report import Report, Select
@@ -52,7 +53,8 @@ def install(
             None leaves Megatron's wrapper alone.
         hooks: Names of the hooks to install; None takes ``HP_MUON_HOOKS`` (comma-separated) from
             the environment, or all that this version needs.
-        strict: Raise where a hook cannot be installed; False logs it and goes on.
+        strict: Raise where a hook cannot be installed, or where in the first step of the plugin's optimizer something
+            is trained that no optimizer updates; False logs it and goes on.
         allow_untested: Go on with a megatron-core version that is not tested.
 
     Returns:
@@ -72,7 +74,7 @@ def install(
     version = core_version()
     check_tested(version, allow_untested=allow_untested)
     check_contract()
-    _report = _put_all(Report(version, select, given, wrapper), hooks, strict=strict)
+    _report = _put_all(Report(version, select, given, wrapper, strict=strict), hooks, strict=strict)
     if select is Select.always:
         atexit.register(_warn_unused, _report)
     logger.info("%s", _report)
@@ -98,8 +100,6 @@ def _typed_wrapper(options: HpFsdp | Mapping[str, Any] | None) -> HpFsdp | None:
 def _put_all(report: Report, names: Sequence[str] | None, *, strict: bool) -> Report:
     try:
         for hook in _wanted(report.version, names):
-            if hook.kind is HookKind.wrapper and report.data_parallel is None:
-                continue
             _put(hook, report, strict)
     except HookError:
         _take_back(report)
@@ -162,17 +162,18 @@ def _factory(hook: Hook, report: Report, original: Any) -> Any:
     def factory(*args: Any, **kwargs: Any) -> Any:
         bound = inspect.signature(original).bind(*args, **kwargs).arguments
         rest = {name: value for name, value in bound.items() if name not in ("config", "model_chunks")}
-        refuse_unsharded(report, bound["model_chunks"])
-        if not report.is_selected(bound["config"]):
-            sharded = _sharded(bound["config"], bound["model_chunks"], rest) if report.data_parallel else None
-            report.num_built += sharded is not None
-            return original(*args, **kwargs) if sharded is None else sharded
-        refuse_stale_aliases(report)
-        from hp_muon_plugin.megatron.build import build_megatron_optimizer
+        config, chunks = bound["config"], bound["model_chunks"]
+        refuse_unsharded(report, chunks)
+        built: Any = None
+        if report.is_selected(config):
+            refuse_stale_aliases(report)
+            from hp_muon_plugin.megatron.build import build_megatron_optimizer
 
-        built = build_megatron_optimizer(bound["config"], bound["model_chunks"], settings=report.given, arguments=rest)
-        report.num_built += 1
-        return built
+            built = build_megatron_optimizer(config, chunks, settings=report.given, arguments=rest)
+        elif report.data_parallel is not None:
+            built = _sharded(config, chunks, rest)
+        report.note_built(built, chunks)
+        return original(*args, **kwargs) if built is None else built
 
     return factory
 
@@ -184,14 +185,12 @@ def _sharded(config: Any, chunks: Sequence[Any], arguments: Mapping[str, Any]) -
 
 
 def _wrapper(hook: Hook, report: Report, original: Any) -> Any:
+    """A constructor that makes the wrapper one of ours where that is chosen, and remembers what it wrapped."""
+    if report.data_parallel is None:
+        return noting_init(original, report.trained.note_wrapped)
     from hp_muon_plugin.megatron.wrapping import sharding_init
 
-    assert report.data_parallel is not None
-
-    def note() -> None:
-        report.num_wrapped += 1
-
-    return sharding_init(original, report.data_parallel, note)
+    return sharding_init(noting_init(original, report.trained.note_wrapped), report.data_parallel, report.note_sharded)
 
 
 def _guard(hook: Hook, report: Report, original: Any) -> Any:
@@ -212,6 +211,8 @@ def _guard(hook: Hook, report: Report, original: Any) -> Any:
                 "closure, a default argument or a table, or build with "
                 "hp_muon_plugin.megatron.build.build_megatron_optimizer"
             )
+        optimizer = bound["optimizer"]  # None on a pipeline stage that has nothing for it
+        report.trained.note_updated(p for group in getattr(optimizer, "param_groups", ()) for p in group["params"])
         original(self, *args, **kwargs)
 
     return init

@@ -9,6 +9,8 @@ import torch
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from hp_muon_plugin.config.choices import MissingGrad, NonFinite
+from hp_muon_plugin.megatron.complaints import Complaints
+from hp_muon_plugin.megatron.first_step import FirstStep
 from hp_muon_plugin.megatron.groups import MegatronGroups
 from hp_muon_plugin.megatron.main_params import ParamPair, move
 from hp_muon_plugin.megatron.missing import MissingGradients
@@ -17,13 +19,7 @@ from hp_muon_plugin.megatron.optimizer_state import load_main_params, sharded_op
 from hp_muon_plugin.megatron.qk_clip import QkClip
 from hp_muon_plugin.megatron.refusals import refuse_own_qk_clip
 from hp_muon_plugin.muon.clipping import GradNorms, clip_gradients
-from hp_muon_plugin.muon.gradients import (
-    OF_ANOTHER_RANK,
-    listed,
-    missing_error,
-    non_finite_error,
-    unfrozen_error,
-)
+from hp_muon_plugin.muon.gradients import OF_ANOTHER_RANK, listed, non_finite_error
 from hp_muon_plugin.muon.optimizer import HpMuonOptimizer
 from hp_muon_plugin.platform.collectives import group_device
 
@@ -64,10 +60,11 @@ class HpMuonMegatronOptimizer(MegatronOptimizer):  # type: ignore[misc]  # megat
         self._pairs = tuple(pairs)
         self._counted = tuple(counted)
         self._groups = groups
-        self._missing: MissingGradients | None = None
+        missing: MissingGradients | None = None
         if inner.config.missing_grad == MissingGrad.error:
             specs = [(pair.model, param.spec) for pair, param in zip(pairs, counted, strict=True)]
-            self._missing = MissingGradients(specs, groups)
+            missing = MissingGradients(specs, groups)
+        self._complaints = Complaints(inner, missing)
         self._one = torch.ones(1, device=pairs[0].main.device if pairs else group_device(groups.dense_stats))
 
     @property
@@ -84,6 +81,19 @@ class HpMuonMegatronOptimizer(MegatronOptimizer):  # type: ignore[misc]  # megat
     def parts(self) -> list[tuple[ParamPair, CountedParam]]:
         """What this rank updates, in the order of the groups, and how it is counted."""
         return list(zip(self._pairs, self._counted, strict=True))
+
+    @property
+    def first_step(self) -> FirstStep | None:
+        """What watches for a model that is trained and not updated, until the first step is over."""
+        return self._complaints.first_step
+
+    def watch(self, chunks: Sequence[torch.nn.Module]) -> None:
+        """Watch the first step for chunks that take no part in it.
+
+        Args:
+            chunks: Wrapped model chunks of this rank.
+        """
+        self._complaints.first_step = FirstStep(chunks)
 
     def clip_logits(self, chunks: Sequence[torch.nn.Module]) -> None:
         """Clip attention logits after each step, if ``optimizer.qk_clip`` asks for it.
@@ -106,8 +116,7 @@ class HpMuonMegatronOptimizer(MegatronOptimizer):  # type: ignore[misc]  # megat
         Args:
             set_to_none: As in torch; False fills with zeros instead.
         """
-        if self._missing is not None:
-            self._missing.forget()
+        self._complaints.forget()
         if self.qk_clip is not None:
             self.qk_clip.forget()
         for pair in self._pairs:
@@ -133,20 +142,14 @@ class HpMuonMegatronOptimizer(MegatronOptimizer):  # type: ignore[misc]  # megat
         Raises:
             GradientError: On every rank, as ``optimizer.non_finite`` and ``missing_grad`` say, or if a
                 parameter was unfrozen after the optimizer was built.
+            HookError: On every rank, in the first step, if other model chunks are trained than those of this optimizer.
         """
         for pair in self._pairs:
             grad = getattr(pair.model, "main_grad", None) if pair.model.requires_grad else None
             pair.main.grad = None if grad is None else grad.to(pair.main.dtype)
-        unfrozen = self.optimizer.unfrozen()
-        missing = None if self._missing is None else self._missing.find()
-        complaints = torch.tensor([float(len(unfrozen)), 0.0], device=self._one.device)
-        if missing is not None:
-            complaints[1] = missing.sum()
-        self.grad_norms_last, (num_unfrozen, num_missing) = grad_norms(self._counted, self._groups, complaints)
-        if num_unfrozen:
-            raise unfrozen_error(unfrozen)
-        if num_missing and self._missing is not None and missing is not None:
-            raise missing_error(self._missing.names(missing))
+        against = self._complaints.count(self._one.device)
+        self.grad_norms_last, counts = grad_norms(self._counted, self._groups, against)
+        self._complaints.refuse(counts)
         if self.grad_norms_last.is_finite:
             return False
         self._refuse()

@@ -1,16 +1,22 @@
 """What an installation of the plugin did, and what happened since."""
 
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from hp_muon_plugin.config.data_parallel import HpFsdp
 from hp_muon_plugin.errors import HookError
+from hp_muon_plugin.megatron.first_step import LEFT_OUT, Trained, trainable
 from hp_muon_plugin.megatron.hooks import Installed
 from hp_muon_plugin.megatron.options import Given
 from hp_muon_plugin.megatron.versions import CoreVersion
+from hp_muon_plugin.muon.gradients import listed
 
 NAME = "hp_muon"
+
+logger = logging.getLogger(__name__)
 
 
 class Select(StrEnum):
@@ -34,6 +40,8 @@ class Report:
         hooks: Hooks in place.
         num_built: Optimizers that the plugin has built.
         num_wrapped: Model chunks that the plugin has wrapped.
+        strict: Whether a way around the plugin is an error; else it is logged.
+        trained: What was wrapped, and what some optimizer updates.
     """
 
     version: CoreVersion
@@ -43,6 +51,8 @@ class Report:
     hooks: list[Installed] = field(default_factory=list)
     num_built: int = 0
     num_wrapped: int = 0
+    strict: bool = True
+    trained: Trained = field(default_factory=Trained)
 
     def __str__(self) -> str:
         chosen = "in the place of every optimizer" if self.select is Select.always else "chosen by its name"
@@ -63,6 +73,37 @@ class Report:
             True if so.
         """
         return self.select is Select.always or getattr(config, "optimizer", None) == NAME
+
+    def note_built(self, optimizer: Any, chunks: Sequence[Any]) -> None:
+        """Remember that Megatron's factory was asked for an optimizer.
+
+        Args:
+            optimizer: The plugin's, or None where Megatron builds its own.
+            chunks: Model chunks that it updates.
+        """
+        for chunk in chunks:
+            self.trained.note_updated(param for _, param in trainable(chunk))
+        if optimizer is not None:
+            self.num_built += 1
+            optimizer.first_step.trained, optimizer.first_step.is_strict = self.trained, self.strict
+
+    def note_sharded(self, chunk: Any) -> None:
+        """Remember a chunk that the plugin has wrapped.
+
+        Args:
+            chunk: An ``HpFsdpModel``.
+        """
+        self.num_wrapped += 1
+        self.trained.note_wrapped(chunk)
+        chunk.first_sync = self._refuse_left_out
+
+    def _refuse_left_out(self, chunk: Any) -> None:
+        """Refuse the first gradients of a chunk that no optimizer updates."""
+        names = self.trained.left_out(chunk)
+        if names and self.strict:
+            raise HookError(LEFT_OUT.format(listed(names)))
+        if names:
+            logger.warning(LEFT_OUT.format("%s"), listed(names))
 
     def assert_used(self) -> None:
         """Raise if the trainer took a way around the plugin: it built no optimizer, or wrapped no model.

@@ -1,6 +1,7 @@
 """The optimizer over the shards of HP-FSDP: state for own ranges only, norms over all parts."""
 
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,15 +16,17 @@ from hp_muon_plugin.config.choices import MissingGrad
 from hp_muon_plugin.config.optimizer import AdamW, HpMuon, ScalarAdamW
 from hp_muon_plugin.errors import ConfigError
 from hp_muon_plugin.fsdp.bucket import Bucket
+from hp_muon_plugin.fsdp.mesh import ShardMesh
 from hp_muon_plugin.fsdp.parameter import Parameter
 from hp_muon_plugin.fsdp.placed import cuts
 from hp_muon_plugin.layout.spec import ParamSpec
+from hp_muon_plugin.megatron.groups import MegatronGroups
 from hp_muon_plugin.megatron.main_params import ParamPair, main_param
 from hp_muon_plugin.megatron.norms import CountedParam, counts_here
 from hp_muon_plugin.megatron.optimizer import HpMuonMegatronOptimizer
 from hp_muon_plugin.megatron.param_groups import divide_groups, upstream_groups
 from hp_muon_plugin.megatron.sharded_checkpoint import of_owner
-from hp_muon_plugin.megatron.sharded_model import HpFsdpModel, sharded_groups
+from hp_muon_plugin.megatron.sharded_model import HpFsdpModel
 from hp_muon_plugin.megatron.specs import chunk_specs
 from hp_muon_plugin.muon.distributed.items import ShardedParam
 from hp_muon_plugin.muon.distributed.optimizer import ShardedMuonOptimizer, Share
@@ -144,9 +147,29 @@ def build_sharded_optimizer(
     optimizer = ShardedMegatronOptimizer(inner, config, built.pairs, built.counted, groups)
     optimizer.chunks = tuple(chunks)
     optimizer.clip_logits(chunks)
+    optimizer.watch(chunks)
     if not dist.is_initialized() or dist.get_rank() == 0:
         logger.info("parameters of rank 0 and who updates them:\n%s", format_table(table_rows(routes, options)))
     return optimizer
+
+
+def sharded_groups(chunks: Sequence[HpFsdpModel]) -> MegatronGroups:
+    """Megatron's groups with the data-parallel ranks over which norms add up.
+
+    Args:
+        chunks: Wrapped chunks of this rank.
+
+    Returns:
+        The groups.
+    """
+    first = chunks[0]
+
+    def axes(mesh: ShardMesh) -> tuple[Any, ...]:
+        owners = first.options.outer != "replicate" and mesh.replicate.size > 1
+        return (mesh.shard, mesh.replicate) if owners else (mesh.shard,)
+
+    expert = ShardMesh.divided(first.groups.expert_dp, first.options.replicas)
+    return dataclasses.replace(first.groups, dense_shards=axes(first.dense_mesh), expert_shards=axes(expert))
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ these ranks have equal layouts.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from hp_muon_plugin.fsdp.bucket import Bucket
 from hp_muon_plugin.fsdp.mesh import ShardMesh
 from hp_muon_plugin.fsdp.parameter import Parameter
 from hp_muon_plugin.fsdp.policy import MixedPrecision
-from hp_muon_plugin.megatron.groups import MegatronGroups, megatron_groups
+from hp_muon_plugin.megatron.groups import megatron_groups
 from hp_muon_plugin.megatron.sharded_checkpoint import answer_checkpoints
 from hp_muon_plugin.megatron.units import granularities, never_resharded, show_experts, unit_modules
 from hp_muon_plugin.platform.wire import C10dWire, Wire
@@ -48,6 +48,9 @@ class HpFsdpModel(DistributedDataParallel):  # type: ignore[misc]  # megatron-co
     Raises:
         ConfigError: If Megatron's configuration asks for what cannot work.
     """
+
+    first_sync: Callable[[Any], None] | None = None
+    """Called once, when the gradients of the first step are reduced."""
 
     def __init__(
         self,
@@ -166,6 +169,9 @@ class HpFsdpModel(DistributedDataParallel):  # type: ignore[misc]  # megatron-co
         Raises:
             RuntimeError: If the last micro-batch ran under ``no_sync`` as well.
         """
+        check, self.first_sync = self.first_sync, None
+        if check is not None:
+            check(self)
         waiting = [unit.name for unit in self.schedule.units if unit.grads is not None]
         waiting += [
             bucket.parameters[0].name for g in self.schedule.reducer.groups if g.is_partial for bucket in g.buckets
@@ -276,24 +282,3 @@ def add_no_sync(config: Any, chunk: HpFsdpModel) -> None:
     if all(isinstance(getattr(function, "__self__", None), HpFsdpModel) for function in known):
         functions = [*known, chunk.no_sync]
         config.no_sync_func = functions[0] if len(functions) == 1 else functions  # schedules want no list of one
-
-
-def sharded_groups(chunks: Sequence[HpFsdpModel]) -> MegatronGroups:
-    """Megatron's groups with the data-parallel ranks over which norms add up.
-
-    Args:
-        chunks: Wrapped chunks of this rank.
-
-    Returns:
-        The groups.
-    """
-    import dataclasses
-
-    first = chunks[0]
-
-    def axes(mesh: ShardMesh) -> tuple[Any, ...]:
-        owners = first.options.outer != "replicate" and mesh.replicate.size > 1
-        return (mesh.shard, mesh.replicate) if owners else (mesh.shard,)
-
-    expert = ShardMesh.divided(first.groups.expert_dp, first.options.replicas)
-    return dataclasses.replace(first.groups, dense_shards=axes(first.dense_mesh), expert_shards=axes(expert))

@@ -16,7 +16,7 @@ from hp_muon_plugin.megatron.sharded_model import HpFsdpModel, add_no_sync
 
 
 def sharding_init(
-    original: Callable[..., None], options: HpFsdp, note: Callable[[], None] = lambda: None
+    original: Callable[..., None], options: HpFsdp, note: Callable[[HpFsdpModel], None] = lambda chunk: None
 ) -> Callable[..., None]:
     """A constructor that makes the object one of ours.
 
@@ -26,7 +26,7 @@ def sharding_init(
     Args:
         original: DistributedDataParallel's own, for its subclasses.
         options: Options.
-        note: Called with every chunk that is wrapped.
+        note: Called with every chunk that is sharded.
 
     Returns:
         The constructor.
@@ -41,7 +41,7 @@ def sharding_init(
         self.__init__(*args, options=options, **kwargs)
         if not self.ddp_config.overlap_grad_reduce:  # with it, Megatron's trainers set the function, and want none
             add_no_sync(self.config, self)
-        note()
+        note(self)
 
     return init
 

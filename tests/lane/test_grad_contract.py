@@ -111,6 +111,7 @@ def _unfrozen(launch: Launch, topology: Topology) -> Any:
     for param in late:
         param.requires_grad_(False)
     optimizer = setup.build_optimizer(config, model)
+    next(model.parameters()).main_grad.fill_(1.0)  # a first step in which nothing took part would be an error
     answers = []
     for thawed in (False, True, False):
         for param in late:
