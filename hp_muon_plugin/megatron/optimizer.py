@@ -272,7 +272,9 @@ class HpMuonMegatronOptimizer(MegatronOptimizer):  # type: ignore[misc]  # megat
             A sharded state dict.
         """
         pairs = [(pair.model, pair.main if pair.is_copy else None) for pair in self._pairs]
-        return sharded_optimizer_state(self.state_dict(is_loading), pairs, model_sharded_state_dict)
+        return sharded_optimizer_state(
+            self.state_dict(is_loading), pairs, model_sharded_state_dict, is_loading=is_loading
+        )
 
     def offload_to_cpu(self) -> None:
         """Keep masters and state in host memory until :meth:`restore_from_cpu`; no step may be taken in between."""

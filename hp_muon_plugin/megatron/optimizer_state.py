@@ -9,6 +9,7 @@ import torch.distributed as dist
 from hp_muon_plugin.muon.optimizer import HpMuonOptimizer
 
 _COMMON_STEP = "common_step"
+_OWN_GROUPS = "own_param_groups"
 
 
 def load_main_params(optimizer: HpMuonOptimizer, mains: Sequence[torch.nn.Parameter], state: dict[str, Any]) -> None:
@@ -22,19 +23,43 @@ def load_main_params(optimizer: HpMuonOptimizer, mains: Sequence[torch.nn.Parame
     inner = dict(state["optimizer"])
     inner["state"] = dict(inner["state"])
     common = inner["state"].pop(_COMMON_STEP, None)
+    if _OWN_GROUPS in inner:
+        inner["param_groups"] = _groups(inner.pop(_OWN_GROUPS), inner.get("param_groups", ()))
+        common = _megatrons_step(state) if common is None else common
     if common is not None:
         for entry in inner["state"].values():
             if "exp_avg" in entry:
                 entry["step"] = torch.as_tensor(common, dtype=torch.float32).clone().reshape(())
     optimizer.load_state_dict(inner)
-    for main, saved in zip(mains, state["main_params"], strict=True):
+    for main, saved in zip(mains, state.get("main_params", ()), strict=True):
         main.copy_(saved)
+
+
+def _groups(own: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Groups to load: what the checkpoint says of each, with the parameters that this rank has in it.
+
+    Megatron's own AdamW orders its groups otherwise, and a run with another number of expert-parallel ranks has others.
+    Then each group keeps what this run says of it.
+    """
+    if len(saved) == len(own) and all("algorithm" in group for group in saved):
+        return [{**group, "params": live["params"]} for group, live in zip(saved, own, strict=True)]
+    return [{"params": live["params"]} for live in own]
+
+
+def _megatrons_step(state: dict[str, Any]) -> float | None:
+    """Step of Megatron's own AdamW: of one optimizer, or of two chained ones, for dense weights and for experts."""
+    holders = [state, *(value for value in state.values() if isinstance(value, dict))]
+    holders += [holder["optimizer"] for holder in holders[1:] if isinstance(holder.get("optimizer"), dict)]
+    steps = [holder["state"][_COMMON_STEP] for holder in holders if _COMMON_STEP in holder.get("state", ())]
+    return max((float(step) for step in steps), default=None)
 
 
 def sharded_optimizer_state(
     state: dict[str, Any],
     pairs: Sequence[tuple[torch.nn.Parameter, torch.nn.Parameter | None]],
     model_state: Any,
+    *,
+    is_loading: bool,
 ) -> dict[str, Any]:
     """Give every state tensor the shards of its parameter.
 
@@ -42,10 +67,13 @@ def sharded_optimizer_state(
         state: From ``state_dict``.
         pairs: Model parameter and its master (None without one), in the optimizer's order.
         model_state: The model's sharded state dict.
+        is_loading: Whether it is to be loaded into. Then groups are not asked for, because Megatron merges lists of
+            equal length only, and the checkpoint's may be others.
 
     Returns:
         ``state`` with ShardedTensors; the AdamW step count, which all parameters share, apart.
     """
+    from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
     from megatron.core.dist_checkpointing.optimizer import (
         get_param_id_to_sharded_param_map,
         make_sharded_optimizer_tensor,
@@ -61,7 +89,11 @@ def sharded_optimizer_state(
     inner = state["optimizer"]
     steps = {float(entry["step"]) for entry in inner["state"].values() if "step" in entry}
     assert len(steps) <= 1, f"AdamW step counts differ: {sorted(steps)}"
+    own = inner["param_groups"]
     optim_state_to_sharding_state(inner, shards, exclude_keys="step")
+    if is_loading:
+        del inner["param_groups"]
+        inner[_OWN_GROUPS] = LocalNonpersistentObject(own)
     step = _of_all_ranks(max(steps, default=-1.0))
     if step >= 0:
         inner["state"][_COMMON_STEP] = step
