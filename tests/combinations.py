@@ -54,7 +54,8 @@ losses equal within 1e-5, norms within 1e-4, relative; the last table of a versi
 
 TP, EP, PP and CP stand for two ranks each (EP4 for four); the others are data parallel. SP needs TP, and VPP needs PP.
 Megatron-core has context-parallel attention in Transformer Engine only; the runs with CP use an attention of the
-tests', which gathers keys and values over these ranks. Everything else is megatron-core's own.
+tests', which gathers keys and values over these ranks. Gloo exchanges equal sizes only, so that unequal numbers of
+tokens (experts under EP and expert-TP) are padded on the way (`cpu_fixes.py`). Everything else is megatron-core's.
 """
 
 

@@ -65,6 +65,55 @@ def _split_sizes() -> list[Replacement]:
     return [Replacement(dist, "all_to_all_single", make, why)]
 
 
+def _uneven_rows() -> list[Replacement]:
+    """Tensor-parallel ranks of experts exchange as many rows as tokens came to each."""
+
+    def make_gather(original: Any) -> Any:
+        def all_gather(tensor_list: Any, tensor: Any, group: Any = None, async_op: bool = False) -> Any:
+            most = _uneven(tensor_list)
+            if most is None:
+                return original(tensor_list, tensor, group=group, async_op=async_op)
+            assert not async_op
+            padded = [tensor.new_empty(most, *tensor.shape[1:]) for _ in tensor_list]
+            original(padded, _padded(tensor, most), group=group)
+            for target, source in zip(tensor_list, padded, strict=True):
+                target.copy_(source[: len(target)])
+            return None
+
+        return all_gather
+
+    def make_scatter(original: Any) -> Any:
+        def reduce_scatter(
+            output: Any, input_list: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+        ) -> Any:
+            most = _uneven(input_list)
+            if most is None:
+                return original(output, input_list, op, group=group, async_op=async_op)
+            assert not async_op
+            summed = output.new_empty(most, *output.shape[1:])
+            original(summed, [_padded(tensor, most) for tensor in input_list], op, group=group)
+            output.copy_(summed[: len(output)])
+            return None
+
+        return reduce_scatter
+
+    why = "gloo takes equal sizes only, and experts under tensor parallelism have unequal ones"
+    return [
+        Replacement(dist, "all_gather", make_gather, why),
+        Replacement(dist, "reduce_scatter", make_scatter, why),
+    ]
+
+
+def _uneven(tensors: list[torch.Tensor]) -> int | None:
+    """The most rows of some tensors, or None where all have as many."""
+    rows = {len(tensor) if tensor.dim() else 1 for tensor in tensors}
+    return max(rows) if len(rows) > 1 else None
+
+
+def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    return torch.cat([tensor, tensor.new_zeros(rows - len(tensor), *tensor.shape[1:])])
+
+
 def _meshes() -> list[Replacement]:
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -82,5 +131,6 @@ CPU_FIXES: tuple[Fix, ...] = (
     Fix("no-torch-compile", (0, 12), (0, 19), _dynamo),
     Fix("one-random-generator", (0, 12), (0, 19), _random_warning),
     Fix("all-to-all-split-sizes", (0, 12), (0, 19), _split_sizes),
+    Fix("uneven-rows-over-gloo", (0, 12), (0, 19), _uneven_rows),
     Fix("meshes-of-cuda", (0, 12), (0, 19), _meshes),
 )

@@ -27,10 +27,10 @@ from lane import combos
 
 RUNS = (
     *(("", 4), ("tp sp", 4), ("pp", 4), ("moe", 4), ("tp sp etp", 4), ("ep", 4), ("ep4", 4), ("pp moe", 4)),
-    *(("tp", 4), ("mla tp", 4), ("etp ep tp sp", 4)),
+    *(("tp", 4), ("mla tp", 4), ("mla tp sp", 4), ("mla tp sp etp", 4), ("etp ep tp sp", 8)),
     *(("tp sp mtp recompute", 4), ("tp sp ep shared recompute mtp", 4), ("tp sp etp shared recompute mtp", 4)),
-    *(("pp vpp recompute mtp", 4), ("pp vpp ep mla shared", 4), ("ep mla mtp shared recompute", 4)),
-    *(("pp mla recompute mtp shared ep", 4), ("cp tp sp", 4), ("cp ep shared recompute", 4), ("cp pp vpp", 4)),
+    *(("pp vpp recompute mtp", 4), ("pp vpp ep mla shared", 8), ("ep mla mtp shared recompute", 4)),
+    *(("pp mla recompute mtp shared ep", 8), ("cp tp sp", 4), ("cp ep shared recompute", 4), ("cp pp vpp", 4)),
     *(("cp mtp recompute", 4), ("cp mla shared ep", 4), ("tp sp pp vpp recompute", 8), ("tp sp pp ep shared", 8)),
     *(
         ("tp sp etp pp vpp", 8),
@@ -39,6 +39,7 @@ RUNS = (
         ("tp sp etp shared recompute", 4),
     ),
     *(("tp sp mtp", 4), ("tp mtp", 4), ("cp mtp", 4)),
+    *(("cp recompute", 4), ("cp mla", 4), ("cp shared", 4), ("cp ep", 4), ("tp sp etp mtp", 4)),
 )
 WRAPPERS = {"hp_fsdp": HpFsdp(), "hp_hsdp": HpFsdp(replicas=2, outer=OuterMode.shard)}
 

@@ -50,6 +50,7 @@ LAYOUTS = [
     ("moe", 2, Topology(ep=2)),
     ("moe", 4, Topology(ep=2)),
     ("moe", 4, Topology(tp=2, ep=2, sequence_parallel=True)),
+    ("moe", 4, Topology(tp=2, etp=2, sequence_parallel=True)),
     ("moe", 4, Topology(pp=2, ep=2)),
     ("mla", 2, Topology(ep=2)),
     ("mla_wide", 2, Topology(ep=2)),
