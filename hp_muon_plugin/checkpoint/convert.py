@@ -107,6 +107,7 @@ def plan(source: Source, to: str, target: Target) -> Plan:
         CheckpointError: If the source is damaged in a way that shows in a sample.
     """
     writer = formats.writer(to)
+    formats.check_choices(to, (), target.options)
     refuse(source, list(sampled_masters(source)))
     losses = list(writer.losses(source, target))
     unclear = source.state().model.get("unclear_groups")

@@ -47,7 +47,9 @@ def find(path: Path) -> Found:
     if not tracker.is_file():
         return Found(path, _format(path), None)
     text = tracker.read_text(errors="replace").strip()
-    folder = path / ("release" if text == "release" else f"iter_{int(text):07d}" if text.isdigit() else "\0")
+    folder = path / (
+        "release" if text == "release" else f"iter_{int(text):07d}" if text.isascii() and text.isdigit() else "\0"
+    )
     if folder.name == "\0":
         raise CheckpointError(f"{tracker} holds {text[:40]!r} instead of an iteration\n  fix: name the folder itself")
     if not folder.is_dir():
@@ -57,6 +59,19 @@ def find(path: Path) -> Found:
             "  fix: name the folder of an iteration"
         )
     return Found(folder, _format(folder), path)
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder looks like one checkpoint of a known format, whole or damaged, and not like several.
+
+    Args:
+        folder: A folder.
+    """
+    try:
+        _format(folder)
+    except CheckpointError:
+        return any(folder.glob("*.distcp")) or (folder / ".metadata").is_file()
+    return True
 
 
 def _format(folder: Path) -> str:

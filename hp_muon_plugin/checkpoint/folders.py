@@ -1,7 +1,7 @@
 """Folders of checkpoints and the tracker file that names the latest: every change is one rename.
 
 ``SAVE/iter_0000010`` is a checkpoint, ``SAVE/latest_checkpointed_iteration.txt`` holds ``10``, as in Megatron.
-A checkpoint is written to ``SAVE/iter_0000010.partial`` and renamed when it is whole.
+A checkpoint is written to ``SAVE/iter_0000010.hp_muon_partial`` and renamed when it is whole.
 """
 
 import os
@@ -15,10 +15,12 @@ from hp_muon_plugin.errors import CheckpointError
 MANIFEST = "manifest.json"
 """Written last: a folder without it is no checkpoint."""
 TRACKER = "latest_checkpointed_iteration.txt"
-PARTIAL = ".partial"
-OLD = ".old"
+PARTIAL = ".hp_muon_partial"
+"""Ends the name of what is being written. What is found under it is removed, so it is no name that users give."""
+OLD = ".hp_muon_old"
+"""Ends the name of what is being replaced; likewise."""
 _FOLDER = re.compile(r"iter_(\d{7,})")
-_LEFT_OVER = re.compile(r"iter_\d{7,}(\.partial|\.old)")
+_LEFT_OVER = re.compile(rf"iter_\d{{7,}}({re.escape(PARTIAL)}|{re.escape(OLD)})")
 
 
 def folder_of(save: Path, iteration: int) -> Path:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from hp_muon_plugin.checkpoint.detect import TRACKER
+from hp_muon_plugin.checkpoint.detect import TRACKER, is_checkpoint
 from hp_muon_plugin.checkpoint.folders import OLD, PARTIAL, publish, sync_folder, write_durably
 from hp_muon_plugin.errors import CheckpointError, ConfigError
 
@@ -43,17 +43,17 @@ class Destination:
 
 
 def destination(dst: Path, iteration: int, *, is_tracked: bool) -> Destination:
-    """Where a checkpoint is written.
+    """Where a checkpoint is written: behind symbolic links, which stay.
 
     Args:
         dst: As the user names it.
         iteration: Of the source.
         is_tracked: Whether the format has a tracker file.
     """
-    dst = Path(os.path.abspath(dst))
+    dst = Path(os.path.realpath(dst))
     if not is_tracked:
         return Destination(dst, None, iteration)
-    return Destination(dst / f"iter_{iteration:07d}", dst, iteration)
+    return Destination(Path(os.path.realpath(dst / f"iter_{iteration:07d}")), dst, iteration)
 
 
 def check(target: Destination, source: Path, nbytes: int, *, force: bool) -> None:
@@ -63,20 +63,28 @@ def check(target: Destination, source: Path, nbytes: int, *, force: bool) -> Non
         target: The destination.
         source: Folder of the source.
         nbytes: Bytes that will be written.
-        force: Whether an existing checkpoint may be replaced.
+        force: Whether an existing checkpoint may be replaced; nothing else ever is.
 
     Raises:
-        ConfigError: If it is the source, or there already.
+        ConfigError: If it is the source, there already, or no folder that can be written.
         CheckpointError: If the disk has no room.
     """
     final, inside = target.final.resolve(), source.resolve()
     if final == inside or inside in final.parents or final in inside.parents:
         raise ConfigError("DST", target.final, "is the source, or lies in it or around it", "name another folder")
-    if target.final.exists() and not target.final.is_dir():
-        raise ConfigError("DST", target.final, "is a file", "name a folder")
-    if target.final.exists() and any(target.final.iterdir()) and not force:
-        raise ConfigError("DST", target.final, "is there already", "name another folder, or pass --force to replace it")
-    standing = next(parent for parent in (target.final, *target.final.parents) if parent.exists())
+    standing = next(parent for parent in (final, *final.parents) if parent.exists())
+    if not standing.is_dir():
+        raise ConfigError("DST", target.final, f"{standing} is a file", "name a folder")
+    if final.exists() and any(final.iterdir()):
+        if not force:
+            fix = "name another folder, or pass --force to replace it"
+            raise ConfigError("DST", target.final, "is there already", fix)
+        if not is_checkpoint(final):
+            why = "holds something that is no checkpoint, which --force does not replace"
+            raise ConfigError("DST", target.final, why, "name another folder, or empty this one yourself")
+    for folder in {standing if standing != final else final.parent, target.root or standing}:
+        if folder.exists() and not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
+            raise ConfigError("DST", target.final, f"{folder} cannot be written to", "name a folder that can")
     free, needed = shutil.disk_usage(standing).free, nbytes + _SPARE_BYTES
     if free < needed:
         raise CheckpointError(

@@ -1,6 +1,6 @@
 """Writing our own checkpoints: all ranks plan together, each writes what it holds, rank 0 publishes.
 
-The order makes a save atomic: files of a folder ``iter_N.partial``, each brought to the disk; ``.metadata``;
+The order makes a save atomic: files of a folder ``iter_N.hp_muon_partial``, each brought to the disk; ``.metadata``;
 ``manifest.json``; the folder's final name; the tracker; only then older checkpoints go.
 
 An asynchronous save plans and copies before it returns. A thread writes this rank's files and takes part in no

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _DTYPES = ("float32", "bfloat16", "float16")
+_FLAGS = ("tp", "pp", "ep", "sharding", "megatron", "dtype")
+_VOCABULARY = ("embedding.word_embeddings.", "output_layer.")
 _REFUSED, _DIFFERENT, _NOT_VERIFIED = 2, 1, 3
 
 
@@ -38,6 +41,23 @@ def run(arguments: list[str]) -> int:
     except (HpMuonError, RunError) as error:
         print(f"hp-muon: {error}", file=sys.stderr)
         return _REFUSED
+    except OSError as error:  # a file that cannot be read, a folder that cannot be written: the system says which
+        place = f"{error.filename}: " if error.filename else ""
+        print(f"hp-muon: {place}{error.strerror or error}", file=sys.stderr)
+        return _REFUSED
+
+
+def _folder(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("is empty: name a folder")
+    return Path(text)
+
+
+def _tolerance(text: str) -> float:
+    value = float(text)
+    if not 0.0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no tolerance: give 0 or more")
+    return value
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -47,26 +67,26 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_convert(commands)
     inspect = commands.add_parser("inspect", help="what a checkpoint holds: names, shapes, dtypes, layout, step")
-    inspect.add_argument("source", type=Path, metavar="SRC")
+    inspect.add_argument("source", type=_folder, metavar="SRC")
     inspect.add_argument("--json", action="store_true", help="everything, for programs")
     inspect.add_argument("--all", action="store_true", help="a row for every layer and expert")
     inspect.set_defaults(run=_inspect)
     diff = commands.add_parser("diff", help="compare two checkpoints of any formats, tensor by tensor")
-    diff.add_argument("a", type=Path, metavar="A")
-    diff.add_argument("b", type=Path, metavar="B")
-    diff.add_argument("--rtol", type=float, help="relative tolerance; without tolerances bits are compared")
-    diff.add_argument("--atol", type=float, help="absolute tolerance")
+    diff.add_argument("a", type=_folder, metavar="A")
+    diff.add_argument("b", type=_folder, metavar="B")
+    diff.add_argument("--rtol", type=_tolerance, help="relative tolerance; without tolerances bits are compared")
+    diff.add_argument("--atol", type=_tolerance, help="absolute tolerance")
     diff.set_defaults(run=_diff)
     verify = commands.add_parser("verify", help="hashes, coverage, and masters against weights")
-    verify.add_argument("source", type=Path, metavar="SRC")
+    verify.add_argument("source", type=_folder, metavar="SRC")
     verify.set_defaults(run=_verify)
     return parser
 
 
 def _add_convert(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser("convert", help="write a checkpoint in another format")
-    parser.add_argument("source", type=Path, metavar="SRC", help="its folder, or the one with the tracker file")
-    parser.add_argument("destination", type=Path, metavar="DST")
+    parser.add_argument("source", type=_folder, metavar="SRC", help="its folder, or the one with the tracker file")
+    parser.add_argument("destination", type=_folder, metavar="DST")
     parser.add_argument("--to", required=True, metavar="FORMAT", help=_format_help())
     parser.add_argument("--tp", type=int, help="tensor-parallel size (default: the source's)")
     parser.add_argument("--pp", type=int, help="pipeline-parallel size (default: the source's)")
@@ -101,12 +121,14 @@ def _convert(options: argparse.Namespace) -> int:
     if options.jobs < 1:
         raise ConfigError("--jobs", options.jobs, "is no number of threads", "1 or more")
     formats.writer(options.to)
+    given = [name for name in _FLAGS if getattr(options, name) is not None]
+    formats.check_choices(options.to, given, _pairs(options.option))
     source: Source = formats.open_checkpoint(options.source)
     try:
         if options.weights_only:
             source = WeightsOnly(source)
         if options.vocab_size is not None:
-            source.state().vocab_size = options.vocab_size
+            source.state().vocab_size = _vocabulary(options.vocab_size, source)
         found = convert.plan(source, options.to, _target(options, source, budget))
         if options.dry_run:
             for line in plan_lines(found):
@@ -140,19 +162,32 @@ def _target(options: argparse.Namespace, source: "Source", budget: int) -> "Targ
             raise ConfigError(f"--{name}", given, "is no parallel size", "1 or more")
         before = args.get(f"{argument}_model_parallel_size")
         sizes[name] = given if given is not None else before if isinstance(before, int) and before > 0 else 1
-    pairs = {}
-    for text in options.option:
-        key, equals, value = text.partition("=")
-        if not equals or not key:
-            raise ConfigError("--option", text, "is not KEY=VALUE", "as in --option spec=te")
-        pairs[key] = value
     return Target(
         **sizes,
         sharding=options.sharding,
         megatron=_version(options.megatron),
         dtype=_dtype(options.dtype),
-        options=pairs,
+        options=_pairs(options.option),
     )
+
+
+def _pairs(texts: list[str]) -> dict[str, str]:
+    pairs = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise ConfigError("--option", text, "is not KEY=VALUE", "as in --option spec=te")
+        pairs[key] = value
+    return pairs
+
+
+def _vocabulary(given: int, source: "Source") -> int:
+    """The true size, which is at most the rows that are there."""
+    stored = [info.shape[0] for key, info in source.tensors().items() if key.name.startswith(_VOCABULARY)]
+    if given < 1 or (stored and given > min(stored)):
+        there = f"the source has {min(stored)} rows" if stored else "no size"
+        raise ConfigError("--vocab-size", given, there, "give the size without padding, which is not above that")
+    return given
 
 
 def _version(text: str | None) -> tuple[int, int] | None:

@@ -41,6 +41,8 @@ _CLASSES = (
 )
 _UNKNOWN_KEY = re.compile(r"Key '([^']+)' (?:is )?not in '([^']+)'")
 _UNKNOWN_CHOICE = re.compile(r"Could not find '([^']+)/([^/']+)'")
+_FULL_KEY = re.compile(r"^\s*full_key: (\S+)$", re.MULTILINE)
+_BAD_VALUE = re.compile(r"^(?:Invalid v|V)alue '(?P<value>.*?)',?(?P<why> .*)$", re.MULTILINE)
 _NO_VALUE = re.compile(r"Error parsing override '([^']+)'\s+missing EQUAL")
 _COMMAS = re.compile(r"Ambiguous value for argument '([^'=]+)=([^']+)'")
 _ABSENT_PART = re.compile(r"\+{0,2}(model\.(moe|mla))[.=]")
@@ -59,7 +61,10 @@ def explain(error: BaseException, overrides: list[str]) -> str:
     text = _chain(error)
     unknown = _UNKNOWN_KEY.search(text)
     if unknown:
-        return _unknown_key(unknown[1], unknown[2], overrides)
+        return _unknown_key(unknown[1], unknown[2], _full_key(text), overrides)
+    value = _BAD_VALUE.search(text)
+    if value and _full_key(text):
+        return _bad_value(_full_key(text), value["value"], value["why"].strip())
     choice = _UNKNOWN_CHOICE.search(text)
     if choice:
         return _unknown_choice(choice[1], choice[2], text)
@@ -87,10 +92,26 @@ def _chain(error: BaseException) -> str:
     return "\n".join(texts)
 
 
-def _unknown_key(key: str, owner: str, overrides: list[str]) -> str:
+def _full_key(text: str) -> str:
+    found = _FULL_KEY.search(text)
+    return found[1] if found else ""
+
+
+def _bad_value(option: str, value: str, why: str) -> str:
+    choices = re.search(r"expected one of \[(.*)\]", why)
+    if choices:
+        guess = nearest(value, choices[1].split(", "))
+        fix = f"did you mean {option}={guess}?" if guess else f"choose among {choices[1]}"
+        return f"{option}={value}: there is no such choice (there are: {choices[1]})\n  fix: {fix}"
+    fix = "write a value of that kind; `hp-muon train --cfg job` prints every option with its value"
+    return f"{option}={value}: this value {why}\n  fix: {fix}"
+
+
+def _unknown_key(key: str, owner: str, full_key: str, overrides: list[str]) -> str:
     owners = [cls for cls in _CLASSES if cls.__name__ == owner and is_dataclass(cls)]
     names = [field.name for cls in owners for field in fields(cls)]
-    written = next((o for o in overrides if re.search(rf"(^|\.){re.escape(key)}=", o)), key)
+    there = full_key if full_key.endswith(key) else key
+    written = next((o for o in overrides if re.search(rf"(^|\.){re.escape(key)}=", o)), there)
     guess = nearest(key, names)
     if guess:
         fix = f"did you mean {written.partition('=')[0].removesuffix(key)}{guess}?"

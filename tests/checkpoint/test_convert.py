@@ -95,7 +95,7 @@ def test_memory_stays_within_the_budget(big: Path, tmp_path: Path) -> None:
 
 def killed_while_writing(big: Path, dst: Path, *options: str) -> None:
     child = forked("convert", big, dst, "--to", "hp", "--budget", "16M", "--drop", *options)
-    partial = dst / "iter_0000007.partial"
+    partial = dst / "iter_0000007.hp_muon_partial"
     while not any(path.stat().st_size > 2**22 for path in partial.glob("*.distcp")):
         assert os.waitpid(child, os.WNOHANG) == (0, 0)
         time.sleep(0.002)
@@ -111,7 +111,7 @@ def test_killed_conversion_leaves_no_checkpoint_and_can_be_done_again(big: Path,
     with pytest.raises(CheckpointError):
         open_checkpoint(dst)
     with pytest.raises(CheckpointError, match="never finished"):
-        open_checkpoint(dst / "iter_0000007.partial")
+        open_checkpoint(dst / "iter_0000007.hp_muon_partial")
     assert {path.name: path.stat().st_mtime_ns for path in big.iterdir()} == before
     small = open_checkpoint(unpacked(NAME, tmp_path) / "ckpt")
     small.state().iteration = 7
@@ -250,6 +250,14 @@ def test_inspect_tells_layout_and_step(tmp_path: Path, capsys: pytest.CaptureFix
         (["--to", "torch_dist", "--megatron", "x"], "is no version of megatron-core"),
         (["--to", "torch_dist", "--option", "spec"], "is not KEY=VALUE"),
         (["--to", "torch_dist", "--option", "spec=x"], "no such choice"),
+        (["--to", "torch_dist", "--option", "lyers=stacked"], "--option lyers=stacked: is no option of the format"),
+        (["--to", "torch", "--option", "make_vocab_size_divisible_by=x"], "is no number above 0"),
+        (["--to", "torch", "--option", "experts=grupped"], "one of separate, grouped"),
+        (["--to", "hp", "--sharding", "foo"], "--sharding=...: means nothing in the format hp"),
+        (["--to", "hp", "--dtype", "bfloat16"], "it is for hf"),
+        (["--to", "fsdp2", "--tp", "2"], "--tp=...: means nothing in the format fsdp2"),
+        (["--to", "hp", "--vocab-size", "-3"], "--vocab-size=-3: the source has 128 rows"),
+        (["--to", "hp", "--vocab-size", "9999"], "--vocab-size=9999: the source has 128 rows"),
     ],
 )
 def test_wrong_options_are_refused_with_a_fix(

@@ -1,8 +1,8 @@
 """The formats of checkpoints: which one a folder is, and the reader and writer of each."""
 
 import importlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
@@ -11,6 +11,11 @@ from hp_muon_plugin.checkpoint.detect import Found, find
 from hp_muon_plugin.errors import CheckpointError, ConfigError
 
 _PACKAGE = "hp_muon_plugin.checkpoint.formats"
+_ANY: tuple[str, ...] = ()
+_NUMBER = ("1", "2", "...")
+_MOMENTUM = {"momentum": ("sum", "average"), "momentum_is": ("sum", "average")}
+_SPELLING = {"spec": ("local", "te"), "experts": ("separate", "grouped")}
+_PADDING = {"make_vocab_size_divisible_by": _NUMBER}
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +28,8 @@ class Format:
         reader: ``module:function`` below this package, called with the folder of the iteration; None if not read.
         writer: ``module:Class`` below this package, made without arguments; None if not written.
         is_tracked: Whether checkpoints lie in ``iter_0000010`` beside a tracker file, as Megatron's.
+        flags: Fields of :class:`Target` that the writer heeds.
+        options: Names in ``Target.options`` that it heeds, each with its choices; ``_ANY`` for what it checks itself.
     """
 
     name: str
@@ -30,6 +37,8 @@ class Format:
     reader: str | None
     writer: str | None
     is_tracked: bool = True
+    flags: tuple[str, ...] = ()
+    options: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 FORMATS = {
@@ -41,13 +50,23 @@ FORMATS = {
             "Megatron DDP and DistributedOptimizer, every sharding type",
             "torch_dist:open_source",
             "torch_dist:TorchDistWriter",
+            flags=("tp", "pp", "ep", "sharding", "megatron"),
+            options={"layers": ("stacked", "separate"), "spec": ("local", "te"), **_PADDING, **_MOMENTUM},
         ),
-        Format("torch", "Megatron's legacy mp_rank_* folders", "legacy:open_legacy", "legacy_write:LegacyWriter"),
+        Format(
+            "torch",
+            "Megatron's legacy mp_rank_* folders",
+            "legacy:open_legacy",
+            "legacy_write:LegacyWriter",
+            flags=("tp", "pp", "ep", "sharding"),
+            options={**_SPELLING, **_PADDING, **_MOMENTUM},
+        ),
         Format(
             "fsdp_dtensor",
             "Megatron-FSDP",
             "megatron_fsdp:open_fsdp_dtensor",
             "megatron_fsdp_write:MegatronFsdpWriter",
+            options={**_SPELLING, **_MOMENTUM},
         ),
         Format(
             "fsdp2",
@@ -55,12 +74,14 @@ FORMATS = {
             "fsdp2:open_fsdp2",
             "fsdp2_write:Fsdp2Writer",
             is_tracked=False,
+            options={"style": ("nested", "flat"), "experts": ("separate", "stacked"), **_MOMENTUM},
         ),
         Format(
             "torch_dcp",
             "Megatron's own torch FSDP2, by numbers",
             "torch_dcp:open_torch_dcp",
             "torch_dcp_write:TorchDcpWriter",
+            options={**_SPELLING, **_MOMENTUM},
         ),
         Format(
             "hyper_parallel",
@@ -68,6 +89,7 @@ FORMATS = {
             "hyper_parallel:open_hyper_parallel",
             "hyper_parallel_write:HyperParallelWriter",
             is_tracked=False,
+            options={"world": _NUMBER, **_MOMENTUM},
         ),
         Format(
             "hf",
@@ -75,6 +97,13 @@ FORMATS = {
             "hf:open_hf",
             "hf_write:HfWriter",
             is_tracked=False,
+            flags=("dtype",),
+            options={
+                "family": _ANY,
+                "vocab_size": _NUMBER,
+                "num_attention_heads": _NUMBER,
+                "num_query_groups": _NUMBER,
+            },
         ),
     )
 }
@@ -117,9 +146,39 @@ def writer(name: str) -> Writer:
     return cast(Callable[[], Writer], _load(cast(str, FORMATS[name].writer)))()
 
 
+def check_choices(to: str, flags: Collection[str], options: Mapping[str, str]) -> None:
+    """Refuse what a format would pass over in silence.
+
+    Args:
+        to: Format to write.
+        flags: Names of fields of :class:`Target` that were given.
+        options: As in :class:`Target`.
+
+    Raises:
+        ConfigError: If the format has no such flag or option, or the option no such choice.
+    """
+    entry = FORMATS[to]
+    for flag in flags:
+        if flag not in entry.flags:
+            those = ", ".join(other.name for other in FORMATS.values() if flag in other.flags)
+            raise ConfigError(
+                f"--{flag}", "...", f"means nothing in the format {to}", f"leave it out; it is for {those}"
+            )
+    for name, value in options.items():
+        if name not in entry.options:
+            those = ", ".join(f"{key}={'|'.join(choices)}" for key, choices in entry.options.items()) or "none"
+            raise ConfigError(f"--option {name}", value, f"is no option of the format {to}", f"there are: {those}")
+        choices = entry.options[name]
+        if choices is _NUMBER:
+            if not (value.isascii() and value.isdigit() and int(value) > 0):
+                raise ConfigError(f"--option {name}", value, "is no number above 0", f"as in --option {name}=2")
+        elif choices and value not in choices:
+            raise ConfigError(f"--option {name}", value, "no such choice", f"one of {', '.join(choices)}")
+
+
 def _load(place: str) -> object:
     module, name = place.split(":")
     return getattr(importlib.import_module(f"{_PACKAGE}.{module}"), name)
 
 
-__all__ = ["FORMATS", "Format", "Found", "find", "open_checkpoint", "writer"]
+__all__ = ["FORMATS", "Format", "Found", "check_choices", "find", "open_checkpoint", "writer"]

@@ -46,7 +46,7 @@ def spelling(source: Source, target: Target) -> Callable[[str], str]:
     if spec not in _SPECS:
         raise ConfigError("spec", spec, "no layer specification", f"write {' or '.join(_SPECS)}")
     if experts not in _EXPERTS:
-        experts = "separate"  # the option of a format that stacks them
+        raise ConfigError("experts", experts, "no way to name experts", f"write {' or '.join(_EXPERTS)}")
     listed = [key.name for key in source.tensors()]
     latent = any("linear_kv_up_proj" in name for name in listed)
     style = Style(stacked=False, fused_input=not latent, fused_mlp=True, fused_moe=False, fused_latent=latent)
