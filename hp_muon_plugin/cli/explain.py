@@ -3,41 +3,14 @@
 import re
 from dataclasses import fields, is_dataclass
 
-from hp_muon_plugin.config.data_parallel import DataParallel, HpFsdp, MegatronFsdp, TorchFsdp2
-from hp_muon_plugin.config.optimizer import AdamW, HpMuon, MuonRates, ScalarAdamW
+from hp_muon_plugin.config import data_parallel, optimizer, script, trainer
 from hp_muon_plugin.config.options import nearest
-from hp_muon_plugin.config.trainer import (
-    MLA,
-    Data,
-    Logger,
-    LrSchedule,
-    Model,
-    MoE,
-    Platform,
-    Run,
-    Topology,
-    Train,
-)
 
-_CLASSES = (
-    HpMuon,
-    AdamW,
-    ScalarAdamW,
-    MuonRates,
-    Train,
-    Model,
-    MoE,
-    MLA,
-    Data,
-    DataParallel,
-    HpFsdp,
-    MegatronFsdp,
-    TorchFsdp2,
-    Logger,
-    LrSchedule,
-    Platform,
-    Run,
-    Topology,
+_CLASSES = tuple(
+    cls
+    for module in (data_parallel, optimizer, script, trainer)
+    for cls in vars(module).values()
+    if isinstance(cls, type) and is_dataclass(cls)
 )
 _UNKNOWN_KEY = re.compile(r"Key '([^']+)' (?:is )?not in '([^']+)'")
 _UNKNOWN_CHOICE = re.compile(r"Could not find '([^']+)/([^/']+)'")
@@ -108,7 +81,7 @@ def _bad_value(option: str, value: str, why: str) -> str:
 
 
 def _unknown_key(key: str, owner: str, full_key: str, overrides: list[str]) -> str:
-    owners = [cls for cls in _CLASSES if cls.__name__ == owner and is_dataclass(cls)]
+    owners = [cls for cls in _CLASSES if cls.__name__ == owner]
     names = [field.name for cls in owners for field in fields(cls)]
     there = full_key if full_key.endswith(key) else key
     written = next((o for o in overrides if re.search(rf"(^|\.){re.escape(key)}=", o)), there)

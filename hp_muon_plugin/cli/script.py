@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 from hp_muon_plugin.cli.hydra_app import complain, say
@@ -77,15 +78,37 @@ def _chosen_platform(choice: Choice) -> PlatformName:
 
 def _check_script(request: Request) -> None:
     assert request.script is not None
-    if not request.is_module and not Path(request.script).is_file():
+    if request.is_module:
+        _check_module(request.script)
+    elif not Path(request.script).is_file():
         raise ConfigError("SCRIPT", request.script, "there is no such file", "give the path of the training script")
+
+
+def _check_module(name: str) -> None:
+    """Find a module without importing its packages, which must not happen before the hooks are in place."""
+    places: Sequence[str] | None = None
+    found = None
+    parts = name.split(".")
+    for count in range(1, len(parts) + 1):
+        found = _spec(".".join(parts[:count]), places)
+        if found is None or (found.submodule_search_locations is None and count < len(parts)):
+            raise ConfigError("-m", name, "there is no such module", "give a module that Python finds from here")
+        places = found.submodule_search_locations
+    if places is not None and _spec(f"{name}.__main__", places) is None:
+        raise ConfigError("-m", name, "is a package without __main__", f"name a module in it, as {name}.train")
+
+
+def _spec(name: str, places: Sequence[str] | None) -> ModuleSpec | None:
+    """As ``importlib.util.find_spec``, which would import the packages above. Not only from paths."""
+    specs = (finder.find_spec(name, places) for finder in sys.meta_path)
+    return next((spec for spec in specs if spec is not None), None)
 
 
 def _run(request: Request, choice: Choice, platform: PlatformName, line: list[str], added: list[str]) -> None:
     assert request.script is not None
     if not is_rank():
         os.environ.update(_alone())
-    from hp_muon_plugin.megatron.installation import Report, Select, install
+    from hp_muon_plugin.megatron.installation import Report, Select, install, warn_no_more
     from hp_muon_plugin.platform.base import choose
 
     device = choose(platform)
@@ -101,6 +124,7 @@ def _run(request: Request, choice: Choice, platform: PlatformName, line: list[st
     )
     if speaks():
         say(f"{report}" + (f"\n  added to the script's arguments: {' '.join(added)}" if added else ""))
+    warn_no_more()
     before = sys.argv, list(sys.path)
     sys.argv = [request.script, *line]
     try:
@@ -109,6 +133,10 @@ def _run(request: Request, choice: Choice, platform: PlatformName, line: list[st
         else:
             sys.path.insert(0, str(Path(request.script).resolve().parent))
             runpy.run_path(request.script, run_name="__main__")
+    except SystemExit as ended:  # many scripts end with sys.exit(main())
+        if ended.code in (None, 0) and not request.wants_help:
+            _check_used(report, choice)
+        raise
     finally:
         sys.argv, sys.path[:] = before
     _check_used(report, choice)

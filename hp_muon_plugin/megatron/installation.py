@@ -121,6 +121,11 @@ def uninstall() -> None:
     _report = None
 
 
+def warn_no_more() -> None:
+    """Say nothing when the program ends: whoever installed the plugin tells by itself whether it was used."""
+    atexit.unregister(_warn_unused)
+
+
 def installed() -> Report | None:
     """The report of the installation, or None."""
     return _report

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hp_muon_plugin.cli.script import run
+from hp_muon_plugin.cli.script import _check_module, run
 from hp_muon_plugin.cli.script_args import flag_of, parse, parser
 from hp_muon_plugin.cli.script_config import composed_choice
 from hp_muon_plugin.cli.script_line import script_line
@@ -165,3 +165,49 @@ def test_mistakes_end_with_code_2_and_help_with_0(capsys: pytest.CaptureFixture[
     assert "SCRIPT=: no script to run is named" in capsys.readouterr().err
     assert run([str(tmp_path / "absent.py")]) == 2
     assert "there is no such file" in capsys.readouterr().err
+
+
+def test_a_module_that_is_not_there_is_told_before_anything_is_imported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was a traceback from runpy, behind Megatron's imports."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    package = tmp_path / "somebodys_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise SystemExit('imported too early')")
+    (package / "train.py").touch()
+    for name, message in (
+        ("nothing.at.all", "-m=nothing.at.all: there is no such module"),
+        ("somebodys_package.trian", "there is no such module"),
+        ("somebodys_package.train.deeper", "there is no such module"),
+        ("somebodys_package", "is a package without __main__"),
+    ):
+        assert run(["-m", name]) == 2
+        assert message in capsys.readouterr().err
+    _check_module("somebodys_package.train")
+    _check_module("json.tool")
+    _check_module("unittest")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message", "fix"),
+    [
+        (["--hp-muon-momentum", "abc"], "optimizer.momentum=abc: this value", "write a value of that kind"),
+        (["--hp-muon-adamw-lr", "x"], "optimizer.adamw.lr=x: this value", "write a value of that kind"),
+        (["--", "strict=maybe"], "strict=maybe: this value is not a valid bool", "write a value of that kind"),
+        (["--hp-fsdp-outer", "shrad"], "dp.outer=shrad: there is no such choice", "did you mean dp.outer=shard?"),
+        (["--", "stict=false"], "stict=false: there is no such option", "did you mean strict?"),
+    ],
+)
+def test_a_wrong_value_is_told_with_its_option(arguments: list[str], message: str, fix: str) -> None:
+    """The text was OmegaConf's: "Value 'abc' of type 'str' could not be converted to Float", of which option?"""
+    with pytest.raises(ConfigError) as caught:
+        _choice(*arguments)
+    assert message in str(caught.value)
+    assert fix in str(caught.value)
+
+
+def test_options_of_a_file_are_told_with_their_place(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("optimizer: {momentun: 0.9}")
+    with pytest.raises(ConfigError, match=r"optimizer\.momentun: there is no .*\n.*did you mean optimizer\.momentum\?"):
+        _choice("--hp-config", str(tmp_path / "mine.yaml"))

@@ -115,6 +115,32 @@ def test_a_script_that_goes_around_the_plugin_is_told(tmp_path: Path) -> None:
     assert "warning: hp_muon was installed" in relaxed.text
 
 
+def test_a_script_that_ends_with_sys_exit_is_told_too(tmp_path: Path) -> None:
+    """``sys.exit(main())`` went by the check, with exit code 0; a script's own error was followed by ours."""
+    path = _bypass(
+        tmp_path, "import sys\nif '--help' in sys.argv: print('mine')\nsys.exit(int('--bad' in sys.argv) * 7)\n"
+    )
+    outcome = script(1, path=path, small=False)
+    assert outcome.code == 2
+    assert "the trainer built its optimizer by another way" in outcome.text
+    for flag, code in (("--bad", 7), ("--help", 0)):
+        with pytest.raises(Exception, match=f"SystemExit: {code}|SystemExit\\({code}"):
+            script(1, flag, path=path, small=False)
+
+
+def test_the_documents_command_trains(tmp_path: Path) -> None:
+    """It lacked --eval-interval, without which megatron.training fails with a TypeError."""
+    text = (Path(__file__).parents[2] / "docs" / "megatron_run.md").read_text(encoding="utf-8")
+    line = next(
+        part for part in text.replace("\\\n", " ").splitlines() if "recipes/pretrain/pretrain_gpt.py --mock" in part
+    )
+    _, _, words = line.partition("recipes/pretrain/pretrain_gpt.py ")
+    assert "--nproc-per-node 2 -m hp_muon_plugin.run" in line
+    outcome = script(2, *words.split(), small=False)
+    assert outcome.code == 0, outcome.text[-2000:]
+    assert float(outcome.validation) < 4.5
+
+
 def test_a_models_own_refusal_is_one_message() -> None:
     outcome: Any = script(2, *MOCK, "--hp-dp", "hp_fsdp", "--overlap-param-gather")
     assert outcome.code == 2
