@@ -10,8 +10,11 @@ optimizer state. All else is ``hp-muon ckpt convert``, which knows every format;
 
 import argparse
 import sys
+from pathlib import Path
 
+from hp_muon_plugin.checkpoint.detect import find
 from hp_muon_plugin.cli.main import main
+from hp_muon_plugin.errors import CheckpointError
 
 FORMATS = {"hf": "hf", "mg": "torch"}
 REFUSED = {
@@ -31,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--save-model-type", choices=list(FORMATS), required=True)
     made.add_argument("--load-dir", required=True)
     made.add_argument("--save-dir", required=True)
-    made.add_argument("--model-type-hf", help="checked against config.json by the converter; kept for old scripts")
+    made.add_argument("--model-type-hf", help="passed over: config.json says it; kept for old scripts")
     made.add_argument("--target-tensor-parallel-size", type=int, default=1)
     made.add_argument("--target-pipeline-parallel-size", type=int, default=1)
     made.add_argument("--target-expert-parallel-size", type=int, default=1)
@@ -77,5 +80,23 @@ def translated(arguments: list[str]) -> list[str]:
     return found + (["--drop"] if drops else []) + (["--force"] if options.force else [])
 
 
+def check_source(arguments: list[str]) -> None:
+    """Refuse a source of the other kind: what it holds beyond weights would be dropped without a word.
+
+    Args:
+        arguments: As the user wrote them.
+    """
+    made = parser()
+    options = made.parse_args(arguments)
+    try:
+        found = find(Path(options.load_dir))
+    except CheckpointError:
+        return  # the conversion says it
+    kind = "hf" if found.format == FORMATS["hf"] else "mg"
+    if kind != options.load_model_type:
+        made.error(f"--load-model-type {options.load_model_type}: {found.folder} holds a checkpoint of type {kind}")
+
+
 if __name__ == "__main__":
+    check_source(sys.argv[1:])
     main(translated(sys.argv[1:]))

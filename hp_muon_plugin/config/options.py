@@ -25,8 +25,10 @@ def from_options(cls: type[Options], options: Mapping[str, Any] | DictConfig, *,
         An instance of ``cls``.
 
     Raises:
-        ConfigError: If a name is unknown or a value has the wrong type.
+        ConfigError: If it is no mapping, a name is unknown or a value has the wrong type.
     """
+    if not isinstance(options, Mapping | DictConfig):
+        raise ConfigError(prefix, options, "is no mapping of options", "as in {'name': value}, or {} for the defaults")
     try:
         merged = OmegaConf.merge(OmegaConf.structured(cls), OmegaConf.create(plain(options)))
         return cast(Options, OmegaConf.to_object(merged))

@@ -13,7 +13,7 @@ from hp_muon_plugin.config.dp_checks import lone_errors
 from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.config.options import from_options, plain
 from hp_muon_plugin.config.ranges import check_ranges
-from hp_muon_plugin.errors import HookError, raise_all
+from hp_muon_plugin.errors import ConfigError, HookError, raise_all
 from hp_muon_plugin.megatron.bypass import refuse_other_muon, refuse_stale_aliases, refuse_unsharded
 from hp_muon_plugin.megatron.contract import check_contract
 from hp_muon_plugin.megatron.first_step import noting_init
@@ -66,6 +66,8 @@ def install(
         ConfigError: If an option is wrong.
     """
     global _report
+    if select not in list(Select):
+        raise ConfigError("select", select, "there is no such way to select", f"choose among {', '.join(Select)}")
     select, given, wrapper = Select(select), _typed(settings), _typed_wrapper(data_parallel)
     if _report is not None:
         if (_report.given, _report.select, _report.data_parallel) == (given, select, wrapper):

@@ -9,8 +9,10 @@ from types import ModuleType
 import pytest
 import torch
 
-from hp_muon_plugin.checkpoint.canonical import Key
+from hp_muon_plugin.checkpoint.canonical import Key, Target
+from hp_muon_plugin.checkpoint.convert import plan
 from hp_muon_plugin.checkpoint.formats import open_checkpoint
+from hp_muon_plugin.errors import ConfigError
 from tests.checkpoint.others import fixture, written
 
 SCRIPT = Path(__file__).parents[2] / "tools" / "convert_ckpt_v2.py"
@@ -53,3 +55,26 @@ def test_flags_that_we_cannot_honour_are_refused(capsys: pytest.CaptureFixture[s
         assert caught.value.code == 2
         assert message in capsys.readouterr().err
     assert script().translated(base)[:6] == ["ckpt", "convert", "a", "b", "--to", "torch"]
+
+
+def test_a_source_of_the_other_kind_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``--load-model-type hf`` took Megatron's folders, and with --drop."""
+    folder = fixture("megatron_fsdp019/moehet_ep2_dp2", tmp_path) / "ckpt"
+    written(open_checkpoint(folder), "hf", tmp_path / "hf")
+    rest = ["--save-model-type", "mg", "--save-dir", "b"]
+    for kind, source in (("hf", folder), ("mg", tmp_path / "hf")):
+        with pytest.raises(SystemExit) as caught:
+            script().check_source(["--load-model-type", kind, "--load-dir", str(source), *rest])
+        assert caught.value.code == 2
+        assert f"--load-model-type {kind}: {source}" in capsys.readouterr().err
+    script().check_source(["--load-model-type", "hf", "--load-dir", str(tmp_path / "hf"), *rest])
+    script().check_source(["--load-model-type", "mg", "--load-dir", str(folder), *rest])
+
+
+def test_a_vocabulary_that_is_not_padded_is_told_before_anything_is_written(tmp_path: Path) -> None:
+    """The fix was "another tensor-parallel size", told while files were written."""
+    source = open_checkpoint(fixture("megatron_fsdp019/moehet_ep2_dp2", tmp_path) / "ckpt")
+    unpadded = written(source, "hf", tmp_path / "hf", Target(options={"vocab_size": "125"}))
+    with pytest.raises(ConfigError, match=r"125 rows of the vocabulary(.|\n)*make_vocab_size_divisible_by=128"):
+        plan(unpadded, "torch", Target(tp=2))
+    assert plan(unpadded, "torch", Target(tp=2, options={"make_vocab_size_divisible_by": "64"})).to == "torch"

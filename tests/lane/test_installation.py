@@ -64,6 +64,21 @@ def test_settings_may_be_a_mapping_and_are_checked() -> None:
     assert installed() is None
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"select": "alwys"}, "select=alwys: there is no such way to select"),
+        ({"settings": "hp_muon"}, "optimizer=hp_muon: is no mapping of options"),
+        ({"data_parallel": True}, "data_parallel=True: is no mapping of options"),
+    ],
+)
+def test_a_wrong_kind_of_argument_is_told(arguments: dict[str, Any], message: str) -> None:
+    """They were a ValueError of enum, and an AttributeError of str and bool."""
+    with pytest.raises(ConfigError, match=message):
+        install(**arguments)
+    assert installed() is None
+
+
 def test_only_the_hooks_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HP_MUON_HOOKS", "optimizer")
     assert [entry.hook.name for entry in install().hooks] == ["optimizer"]

@@ -128,12 +128,25 @@ def plan(source: Source, target: Target) -> Plan:
     for name in (names.EMBEDDING, names.OUTPUT):
         if rows is not None and name in made.shapes:
             made.shapes[name] = (rows, *made.shapes[name][1:])
+        if name in made.shapes and made.shapes[name][0] % target.tp:
+            _refuse_vocabulary(made.shapes[name][0], state.vocab_size, target)
     for name, shape in made.shapes.items():
         if target.tp > 1 and made.cut(name) is names.Cut.unknown:
             raise ConfigError(
                 "tp", target.tp, f"it is not known how tensor-parallel ranks share {name} {shape}", "write tp=1"
             )
     return made
+
+
+def _refuse_vocabulary(rows: int, vocab_size: int | None, target: Target) -> None:
+    size = "" if vocab_size is not None else f" --vocab-size {rows}"
+    raise ConfigError(
+        "--tp",
+        target.tp,
+        f"does not divide the {rows} rows of the vocabulary, and nothing says how Megatron pads them",
+        f"say it as --make-vocab-size-divisible-by of the training does:{size} "
+        "--option make_vocab_size_divisible_by=128 (Megatron's default)",
+    )
 
 
 def padded_rows(args: dict[str, Any], vocab_size: int | None, target: Target) -> int | None:
