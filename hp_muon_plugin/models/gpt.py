@@ -99,6 +99,8 @@ def _moe_values(moe: MoE, topology: Topology) -> dict[str, Any]:
         "num_moe_experts": moe.num_experts,
         "moe_ffn_hidden_size": moe.ffn_hidden_size,
         "moe_router_topk": moe.top_k,
+        # A softmax over the one chosen expert is always 1: the router would have no gradient, and Megatron refuses it.
+        "moe_router_pre_softmax": moe.top_k == 1,
         "moe_router_load_balancing_type": "aux_loss",
         "moe_aux_loss_coeff": moe.aux_loss_coeff,
         "moe_grouped_gemm": moe.grouped_gemm,

@@ -1,5 +1,6 @@
 """Models without Transformer Engine: what megatron-core forgot there is repaired, or refused."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -34,6 +35,23 @@ def test_what_needs_transformer_engine_is_repaired_on_every_device(model: Model)
     loss, names = run_ranks(1, _without_cpu_fixes, model)[0]
     assert 4 < loss < 6
     assert "latent-attention-head-sizes" in names
+
+
+def _router_gradients(launch: Launch, model: Model) -> list[float]:
+    wrapped = wrapped_model(launch, train_config(model))
+    batch = next(batches(train_config(model), 0, 1))
+    wrapped(batch.tokens, batch.position_ids, None, labels=batch.labels).mean().backward()
+    routers = [param for name, param in wrapped.named_parameters() if name.endswith("router.weight")]
+    return [float(router.main_grad.norm()) for router in routers]
+
+
+def test_one_expert_for_each_token_trains_its_router() -> None:
+    """``model.moe.top_k=1`` ended in Megatron's words: "Please use --moe-router-pre-softmax when topk is 1."."""
+    model = moe()
+    assert model.moe is not None
+    norms = run_ranks(1, _router_gradients, replace(model, moe=replace(model.moe, top_k=1, aux_loss_coeff=0.0)))[0]
+    assert norms
+    assert min(norms) > 0
 
 
 def _attention(launch: Launch, v_head_dim: int) -> Any:
