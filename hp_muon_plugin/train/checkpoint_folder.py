@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from hp_muon_plugin.checkpoint.folders import MANIFEST, TRACKER, iterations
+from hp_muon_plugin.checkpoint.folders import MANIFEST, TRACKER, folder_of, iterations, read_tracker
 from hp_muon_plugin.config.checkpoint_checks import AUTO
 from hp_muon_plugin.config.trainer import Train
-from hp_muon_plugin.errors import ConfigError
+from hp_muon_plugin.errors import CheckpointError, ConfigError
 
 _DEFAULT = "checkpoints"
 
@@ -36,14 +36,7 @@ def check_checkpoints(config: Train, folder: Path) -> None:
     """
     options, save = config.checkpoint, save_folder(config, folder)
     if options.resume not in (None, AUTO):
-        given = Path(str(options.resume))
-        if not (given / MANIFEST).is_file() and not (given / TRACKER).is_file():
-            raise ConfigError(
-                "checkpoint.resume",
-                given,
-                f"is no checkpoint of hp_muon_plugin: there is neither {MANIFEST} nor {TRACKER}",
-                "name a folder such as .../checkpoints/iter_0000100, or convert it with hp-muon ckpt convert",
-            )
+        _check_named(Path(str(options.resume)))
     if options.every is None:
         return
     if options.resume is None:
@@ -55,6 +48,29 @@ def check_checkpoints(config: Train, folder: Path) -> None:
             raise ConfigError(
                 "checkpoint.save", save, f"cannot be made ({error.strerror})", "choose a folder that you may write to"
             ) from None
+
+
+def _check_named(given: Path) -> None:
+    """Refuse what is no checkpoint of ours, or a folder whose tracker names none."""
+    why = ""
+    if not (given / MANIFEST).is_file():
+        try:
+            iteration = read_tracker(given)
+        except CheckpointError as error:
+            why = str(error).partition("\n")[0]
+        else:
+            named = given if iteration is None else folder_of(given, iteration)
+            if iteration is None:
+                why = f"there is neither {MANIFEST} nor {TRACKER}"
+            elif not (named / MANIFEST).is_file():
+                why = f"{TRACKER} names {named.name}, which has no {MANIFEST}"
+    if why:
+        raise ConfigError(
+            "checkpoint.resume",
+            given,
+            f"is no checkpoint of hp_muon_plugin: {why}",
+            "name a folder such as .../checkpoints/iter_0000100, or convert it with hp-muon ckpt convert --to hp",
+        )
 
 
 def refuse_earlier(save: Path) -> None:
