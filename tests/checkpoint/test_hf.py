@@ -164,3 +164,19 @@ def test_a_tensor_without_a_place_is_named(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match="does not fit the file"):
         open_checkpoint(tmp_path / "out")
+
+
+def test_heads_come_from_the_configuration_of_a_run_of_ours(tmp_path: Path) -> None:
+    """A checkpoint of ``hp-muon train`` was refused: "give it as an option", not said how."""
+    source = open_checkpoint(fixture("megatron_fsdp019/moehet_ep2_dp2", tmp_path) / "ckpt")
+    norms = ("q_layernorm", "k_layernorm")
+    infos = {key: info for key, info in source.tensors().items() if not any(name in key.name for name in norms)}
+    unknown = MadeUp(infos, RunState(vocab_size=125))
+    with pytest.raises(ConfigError, match="--option num_attention_heads=32"):
+        writer("hf").losses(unknown, Target())
+    known = MadeUp(infos, RunState(vocab_size=125, other={"config": {"model": {"num_attention_heads": 4}}}))
+    out = tmp_path / "out"
+    out.mkdir()
+    writer("hf").write(known, out, Target(), lambda nbytes: None, 2**24)
+    config = json.loads((out / "config.json").read_text())
+    assert (config["num_attention_heads"], config["num_key_value_heads"]) == (4, 2)

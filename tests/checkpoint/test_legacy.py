@@ -97,8 +97,12 @@ def test_sizes_that_do_not_divide_are_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             written(source, "torch", tmp_path / message[:4], target)
-    with pytest.raises(CheckpointError, match=r"cannot be cut into 3 tensor-parallel parts"):
+    with pytest.raises(ConfigError, match=r"--tp=3: does not divide the 128 rows of the vocabulary"):
         written(source, "torch", tmp_path / "tp", Target(tp=3))
+    source.state().vocab_size = 125
+    padded = Target(tp=3, options={"make_vocab_size_divisible_by": "128"})
+    with pytest.raises(CheckpointError, match=r"cannot be cut into 3 tensor-parallel parts"):
+        written(source, "torch", tmp_path / "padded", padded)
 
 
 def test_missing_ranks_and_files_are_named(tmp_path: Path) -> None:

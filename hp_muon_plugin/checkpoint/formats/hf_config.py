@@ -60,13 +60,16 @@ def shapes_of(source: Source, target: Target, family: Family) -> tuple[Heads | N
     if family.latent or fused is None:
         return None, layers
     columns = next(shape[1] for name, shape in shapes.items() if name.endswith("self_attention.linear_proj.weight"))
-    heads = _number(target, "num_attention_heads") or args.get("num_attention_heads")
+    heads = _number(target, "num_attention_heads") or args.get("num_attention_heads") or _configured_heads(source)
     norms = [shape[0] for name, shape in shapes.items() if name.endswith("self_attention.q_layernorm.weight")]
     if not isinstance(heads, int) and norms:
         heads = columns // norms[0]
     if not isinstance(heads, int) or columns % heads:
         raise ConfigError(
-            "num_attention_heads", heads, "the checkpoint does not tell the number of heads", "give it as an option"
+            "num_attention_heads",
+            heads,
+            f"the checkpoint does not tell the number of heads, or one that divides {columns}",
+            "say it, as in --option num_attention_heads=32",
         )
     dim = columns // heads
     groups = _number(target, "num_query_groups") or (fused[0] // dim - heads) // 2
@@ -146,6 +149,14 @@ def _half(shapes: Shapes, suffix: str) -> int | None:
 
 def _shapes(source: Source) -> Shapes:
     return {key.name: info.shape for key, info in source.tensors().items() if key.kind in (Kind.weight, Kind.main)}
+
+
+def _configured_heads(source: Source) -> int | None:
+    """As the configuration of a run of ours has it."""
+    config = source.state().other.get("config")
+    model = config.get("model") if isinstance(config, dict) else None
+    heads = model.get("num_attention_heads") if isinstance(model, dict) else None
+    return heads if isinstance(heads, int) and heads > 0 else None
 
 
 def _number(target: Target, option: str) -> int | None:

@@ -144,7 +144,7 @@ def _refuse_vocabulary(rows: int, vocab_size: int | None, target: Target) -> Non
         "--tp",
         target.tp,
         f"does not divide the {rows} rows of the vocabulary, and nothing says how Megatron pads them",
-        f"say it as --make-vocab-size-divisible-by of the training does:{size} "
+        f"choose another size, or say how, as --make-vocab-size-divisible-by of the training:{size} "
         "--option make_vocab_size_divisible_by=128 (Megatron's default)",
     )
 
