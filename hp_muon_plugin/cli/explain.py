@@ -75,7 +75,7 @@ def _bad_value(option: str, value: str, why: str) -> str:
     if choices:
         guess = nearest(value, choices[1].split(", "))
         fix = f"did you mean {option}={guess}?" if guess else f"choose among {choices[1]}"
-        return f"{option}={value}: there is no such choice (there are: {choices[1]})\n  fix: {fix}"
+        return f"{option}={value}: there is no such choice, expected one of [{choices[1]}]\n  fix: {fix}"
     fix = "write a value of that kind; `hp-muon train --cfg job` prints every option with its value"
     return f"{option}={value}: this value {why}\n  fix: {fix}"
 
