@@ -10,6 +10,7 @@ from hp_muon_plugin.checkpoint.safe_pickle import load_metadata
 from hp_muon_plugin.errors import CheckpointError
 
 TRACKER = "latest_checkpointed_iteration.txt"
+_SHOWN = 5
 _ITERATION = re.compile(r"iter_\d{7,}\Z")
 _INTEGER_STATE = re.compile(r"optimizer\.state\.\d+\.|optimizer\.\d+\.state\.")
 _FSDP_DTENSOR = ("model.module.", "optimizer.state.module.module.module.")
@@ -40,7 +41,7 @@ def find(path: Path) -> Found:
         CheckpointError: If there is none, or its format is unknown.
     """
     if not path.exists():
-        raise CheckpointError(f"{path} does not exist")
+        raise CheckpointError(f"{path} does not exist\n  fix: name the folder of a checkpoint, or of its {TRACKER}")
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a folder\n  fix: name the folder of the checkpoint")
     tracker = path / TRACKER
@@ -95,7 +96,10 @@ def _format(folder: Path) -> str:
         raise CheckpointError(
             f"{folder} has .distcp files but no .metadata: it was never finished, or not copied whole"
         )
-    raise CheckpointError(f"{folder} is no checkpoint of a known format")
+    raise CheckpointError(
+        f"{folder} is no checkpoint of a known format: it holds {', '.join(sorted(names)[:_SHOWN]) or 'nothing'}\n"
+        "  fix: name the folder with the checkpoint's own files, such as iter_0000100"
+    )
 
 
 def _is_ours(manifest: Path) -> bool:

@@ -105,8 +105,7 @@ def placed(target: Destination, note: Callable[[str], None] = lambda text: None)
         CheckpointError: If another conversion writes there, or the disk is full.
     """
     folder = target.final.parent
-    folder.mkdir(parents=True, exist_ok=True)
-    with _locked(folder / (_LOCK if target.root else f".{target.final.name}{_LOCK}")):
+    with _made(folder), _locked(folder / (_LOCK if target.root else f".{target.final.name}{_LOCK}")):
         for text in restore(target):
             note(text)
         target.partial.mkdir()
@@ -127,6 +126,22 @@ def placed(target: Destination, note: Callable[[str], None] = lambda text: None)
             raise
         if target.root is not None:
             write_durably(target.root / TRACKER, str(target.iteration))
+
+
+@contextmanager
+def _made(folder: Path) -> Iterator[None]:
+    """A folder, made if it is not there; after an error what was made goes, if nothing is in it."""
+    made = [parent for parent in (folder, *folder.parents) if not parent.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        for parent in made:
+            try:
+                parent.rmdir()
+            except OSError:
+                break
+        raise
 
 
 def restore(target: Destination) -> list[str]:

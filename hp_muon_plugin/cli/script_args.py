@@ -115,7 +115,12 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     if "--" not in words:
         return words, []
     place = words.index("--")
-    return words[:place], words[place + 1 :]
+    before, overrides = words[:place], words[place + 1 :]
+    for word in overrides:
+        if word.startswith("-"):
+            why = "is a flag, and behind -- there are Hydra overrides"
+            raise ConfigError("overrides", word, why, "write it before --, or as an override such as dp=hp_fsdp")
+    return before, overrides
 
 
 def _divide(words: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -134,12 +134,13 @@ def installed() -> Report | None:
 
 
 def _wanted(version: CoreVersion, names: Sequence[str] | None) -> list[Hook]:
+    given = "hooks"
     if names is None and os.environ.get("HP_MUON_HOOKS"):
-        names = [name.strip() for name in os.environ["HP_MUON_HOOKS"].split(",")]
+        given, names = "HP_MUON_HOOKS", [name.strip() for name in os.environ["HP_MUON_HOOKS"].split(",")]
     known = [hook.name for hook in HOOKS]
     unknown = [name for name in names or [] if name not in known]
     if unknown:
-        raise HookError(f"HP_MUON_HOOKS={','.join(unknown)}: no such hook\n  fix: choose among {', '.join(known)}")
+        raise HookError(f"{given}={','.join(unknown)}: no such hook\n  fix: choose among {', '.join(known)}")
     return [hook for hook in HOOKS if hook.applies(version) and (names is None or hook.name in names)]
 
 

@@ -89,3 +89,29 @@ def test_digits_that_are_none_are_no_iteration(tmp_path: Path) -> None:
     (fixture / "latest_checkpointed_iteration.txt").write_text("\N{SUPERSCRIPT THREE}", encoding="utf-8")
     with pytest.raises(CheckpointError, match="instead of an iteration"):
         open_checkpoint(fixture)
+
+
+@pytest.mark.parametrize("to", ["hp", "fsdp2"])
+def test_a_failed_conversion_leaves_no_folder_that_it_made(
+    to: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fixture = unpacked(NAME, tmp_path) / "ckpt"
+    for shard in fixture.glob("iter_*/*.distcp"):
+        shard.write_bytes(shard.read_bytes()[:64])
+    (tmp_path / "mine").mkdir()
+    for place in ("mine/deep/out", "new/deep/out"):
+        assert run(["convert", str(fixture), str(tmp_path / place), "--to", to]) != 0
+        assert "\n" in capsys.readouterr().err
+    assert names(tmp_path.iterdir()) == sorted(["mine", fixture.parent.name])
+    assert names((tmp_path / "mine").iterdir()) == []
+
+
+def test_a_source_that_is_none_is_told_with_a_fix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "thesis.txt").write_text("mine")
+    for source, message in (
+        ("nowhere", "nowhere does not exist"),
+        ("notes", "notes is no checkpoint of a known format: it holds thesis.txt"),
+    ):
+        assert run(["inspect", str(tmp_path / source)]) == 2
+        assert f"{message}\n  fix: name the folder" in capsys.readouterr().err

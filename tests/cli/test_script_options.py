@@ -92,6 +92,7 @@ def test_a_file_of_the_users_and_a_name_are_taken(tmp_path: Path) -> None:
         (["--", "optimizer.momentm=1"], "did you mean optimizer.momentum?"),
         (["--", "optimizer=hp_moun"], "did you mean optimizer=hp_muon?"),
         (["--", "model=tiny_moe"], "model"),
+        (["--", "--hp-dp", "hp_fsdp"], "overrides=--hp-dp: is a flag"),
         (["--", "platform.precision=bf16"], "give it --bf16"),
         (["--", "optimizer=adamw", "optimizer.lr=0.1"], "is the script's own optimizer's"),
         (["--", "dp.overlap_grad_reduce=true"], "is the script's own wrapper's"),

@@ -1,11 +1,13 @@
 """What is seen of a checkpoint to resume from before ranks start."""
 
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
-from hp_muon_plugin.config.trainer import Checkpoint, Train
-from hp_muon_plugin.errors import ConfigError
+from hp_muon_plugin.config.trainer import MLA, Checkpoint, Model, MoE, Train
+from hp_muon_plugin.errors import ConfigError, ConfigErrors
 from hp_muon_plugin.train.checkpoint_folder import check_checkpoints
 
 
@@ -30,3 +32,43 @@ def test_checkpoints_of_others_are_refused_before_ranks_start(tracker: str | Non
     if tracker == "3":
         (tmp_path / "iter_0000003" / "manifest.json").touch()
         check_checkpoints(config, tmp_path / "run")
+
+
+MOE = Model(name="tiny_moe", moe=MoE())
+
+
+@pytest.mark.parametrize("resume", ["auto", "named", "tracked"])
+@pytest.mark.parametrize(
+    ("saved", "wanted", "options"),
+    [
+        (Model(), Model(num_layers=6, rotary_base=500), ["model.num_layers=6"]),
+        (Model(), Model(hidden_size=64, qk_layernorm=True), ["model.hidden_size=64", "model.qk_layernorm=True"]),
+        (MOE, replace(MOE, moe=MoE(num_experts=4, top_k=1)), ["model.moe.num_experts=4"]),
+        (MOE, Model(), ["model.moe=None"]),
+        (Model(), replace(MOE, mla=MLA()), ["model.moe=MoE", "model.mla=MLA"]),
+        (MOE, replace(MOE, ffn_hidden_size=8, seq_length=64), []),
+        (Model(), Model(init_std=0.5, vocab_multiple=128), []),
+    ],
+)
+def test_a_checkpoint_of_a_model_of_other_shapes_is_refused_before_ranks_start(
+    resume: str, saved: Model, wanted: Model, options: list[str], tmp_path: Path
+) -> None:
+    save = tmp_path / "run" / "checkpoints"
+    folder = save / "iter_0000003"
+    folder.mkdir(parents=True)
+    (save / "latest_checkpointed_iteration.txt").write_text("3")
+    (folder / "manifest.json").write_text(json.dumps({"state": {"model": asdict(saved)}}))
+    named = {"auto": "auto", "named": str(folder), "tracked": str(save)}[resume]
+    config = Train(model=wanted, checkpoint=Checkpoint(every=1, resume=named))
+    if not options:
+        check_checkpoints(config, tmp_path / "run")
+        return
+    with pytest.raises((ConfigError, ConfigErrors)) as caught:
+        check_checkpoints(config, tmp_path / "run")
+    assert [option for option in options if option not in str(caught.value)] == []
+    assert str(caught.value).count("was saved with") == len(options)
+
+
+def test_what_other_programs_recorded_of_a_model_is_not_compared(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text(json.dumps({"state": {"model": {"num_query_groups": 1, "num_layers": 9}}}))
+    check_checkpoints(Train(checkpoint=Checkpoint(resume=str(tmp_path))), tmp_path / "run")
