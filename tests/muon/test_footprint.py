@@ -5,7 +5,9 @@ import torch
 from dist_pool import joined, run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
-from hp_muon_plugin.config.choices import FloatDtype
+from hp_muon_plugin.config.choices import FloatDtype, TensorParallelMode
+from hp_muon_plugin.config.optimizer import HpMuon
+from hp_muon_plugin.layout.spec import plain_matrix
 from hp_muon_plugin.muon import build_optimizer
 from hp_muon_plugin.muon.distributed.footprint import Footprint
 from hp_muon_plugin.muon.distributed.messages import traffic
@@ -14,6 +16,7 @@ from hp_muon_plugin.platform.wire import C10dWire
 from hp_muon_plugin.train.setup import Launch
 from muon.sharded_weights import SHAPES, filled, give_grads, sharded
 from muon.test_distributed_muon import STRATEGIES
+from muon.tp_steps import WEIGHTS, Job, run_job
 
 # Long runs of several shapes, so that batches share buffers and chunks are cut.
 MORE = SHAPES | {f"wide{i}": (128, 320) for i in range(5)} | {f"tall{i}": (256, 96) for i in range(3)}
@@ -70,3 +73,20 @@ def test_predicted_buffers_are_the_real_ones(world_size: int, layout: str, dtype
     for found in run_ranks(world_size, _sizes, layout, dtype):
         for strategy, predicted, real in found:
             assert predicted == real, (strategy, predicted, real)
+
+
+@pytest.mark.parametrize("max_stage_bytes", [20_000, 256 << 20])
+@pytest.mark.parametrize("mode", TensorParallelMode)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_predicted_buffers_of_tensor_parallel_matrices(
+    world_size: int, mode: TensorParallelMode, max_stage_bytes: int
+) -> None:
+    """Also where one rank owns nothing of a stage, and where products of large sides need a block to mirror."""
+    large = {"large": ((210, 600), plain_matrix(210, 600), (210, 600), 1)}
+    job = Job(
+        HpMuon(tp_mode=mode), weights=WEIGHTS | large, missing=(frozenset(),) * 2, max_stage_bytes=max_stage_bytes
+    )
+    for place, answer in enumerate(run_ranks(world_size, run_job, job)):
+        footprint = Footprint(job.config, "cpu", num_threads=1, places={job.axis: place})
+        footprint.add_matrices(job.plan(world_size))
+        assert footprint.nbytes == answer.workspace_bytes, place

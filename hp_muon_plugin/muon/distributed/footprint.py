@@ -1,12 +1,12 @@
 """Bytes of the buffers that a rank's Muon step keeps, from its plan alone. No torch.
 
 Buffers have names, and each is as large as its largest use (:class:`~hp_muon_plugin.muon.workspace.Workspace`).
-Here the same names are asked for in the same sizes. A test compares the sum with that of real steps. What
-tensor-parallel ranks send each other is counted where they gather slices (``tp_mode=duplicated``) only.
+Here the same names are asked for in the same sizes. A test compares the sum with that of real steps, with every
+way of tensor-parallel matrices too.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
 from hp_muon_plugin.config.choices import FloatDtype
@@ -18,6 +18,7 @@ from hp_muon_plugin.muon.distributed.plan import Batch, Route, SharePlan
 from hp_muon_plugin.muon.limits import CPU_CACHE_BYTES, CPU_CUT_FROM, DEVICE_BYTES, SMALL_BUFFERS_BYTES
 from hp_muon_plugin.muon.pieces import Way
 from hp_muon_plugin.muon.plan import MuonPlan, build_plan
+from hp_muon_plugin.muon.stage import Stage
 
 _UNDER_WAY = 2  # batches, as in executor.py
 _ALIASING_BYTES, _CACHE_LINE_BYTES = 512, 64  # as in workspace.py
@@ -32,10 +33,14 @@ class Footprint:
         config: Options.
         device: ``cpu``, ``cuda`` or ``npu``.
         num_threads: Of the CPU, by which chunks of matrices are cut.
+        places: The rank's place on tensor-parallel axes by name; 0 on those that are left out.
     """
 
-    def __init__(self, config: HpMuon, device: str, *, num_threads: int = 1) -> None:
+    def __init__(
+        self, config: HpMuon, device: str, *, num_threads: int = 1, places: Mapping[str, int] | None = None
+    ) -> None:
         self._config, self._device, self._num_threads = config, device, num_threads
+        self._places = dict(places or {})
         self._numel: dict[tuple[str, int], int] = {}
 
     @property
@@ -61,7 +66,7 @@ class Footprint:
             rank: This rank's place on it.
         """
         local = build_plan([plan.items[index].spec for index in plan.local(rank)], self._config, device=self._device)
-        self._whole_matrices(local)
+        self.add_matrices(local)
         for slot, batch in _slots(plan):
             messages = Messages(plan, batch)
             self._look_ahead(messages, rank)
@@ -97,7 +102,7 @@ class Footprint:
             self.take(f"share_back{slot}", plan.size * messages.whole[0], plan.itemsize)
         for name in ("whole", "update"):
             self.take(f"share_{name}{slot}", sum(item.numel for item in mine))
-        self._whole_matrices(build_plan([item.spec for item in mine], self._config, device=self._device))
+        self.add_matrices(build_plan([item.spec for item in mine], self._config, device=self._device))
 
     def _factored(self, messages: Messages, rank: int, slot: int) -> None:
         size, route = messages.plan.size, messages.batch.route
@@ -126,20 +131,47 @@ class Footprint:
             if count:
                 self._small(count, short, _FLOAT, has_one_step=False, is_padded=False)
 
-    def _whole_matrices(self, plan: MuonPlan) -> None:
-        """What muon/executor.py and Newton-Schulz use for matrices that are whole here."""
+    def add_matrices(self, plan: MuonPlan) -> None:
+        """Use what muon/executor.py and Newton-Schulz use for matrices that no shard axis cuts.
+
+        Args:
+            plan: Their plan.
+        """
         for stage in plan.stages:
-            if stage.way is Way.gather:
-                self.take("send", stage.local_numel)
-                self.take("received", stage.size * stage.local_numel)
-                self.take("whole", sum(plan.pieces[index].spec.numel for index in stage.pieces))
+            place = self._places.get(stage.axis, 0) if stage.axis else 0
+            if stage.axis is not None and stage.way is Way.gram:
+                self._summed(stage)
+                continue
+            if stage.axis is not None:
+                self._made_whole(plan, stage, place)
             has_result = stage.axis is not None or self._device != "cpu"
-            for batch in stage.batches_of(0):
+            for batch in stage.batches_of(place):
                 shapes = [(family.count, family.rows, family.cols) for family in batch.families]
                 for number, (count, rows, cols) in enumerate(shapes):
                     for name in ("update", "result") if has_result else ("update",):
                         self.take(f"{name}{number}", count * rows * cols)
                 self._iterated(shapes, batch.algorithm, plan.coefficients)
+
+    def _made_whole(self, plan: MuonPlan, stage: Stage, place: int) -> None:
+        """As muon/gathered.py: slices of all pieces go out, those of the rank's pieces come in."""
+        owners = stage.owners or (place,) * len(stage.pieces)
+        mine = [plan.pieces[i].spec for i, owner in zip(stage.pieces, owners, strict=True) if owner == place]
+        self.take("send", stage.local_numel)
+        self.take("received", stage.size * sum(spec.local_numel for spec in mine))
+        self.take("whole", sum(spec.numel for spec in mine))
+
+    def _summed(self, stage: Stage) -> None:
+        """As muon/summed.py: slices stay, Gram matrices and exponents travel."""
+        count = sum(batch.count for batch in stage.batches)
+        self.take("gram_message", sum(batch.count * batch.short**2 for batch in stage.batches))
+        self.take("exponents", count)
+        self.take("all_exponents", stage.size * count)
+        for number, batch in enumerate(stage.batches):
+            for place, family in enumerate(batch.families):
+                for turn in range(2):
+                    self.take(f"slices{number}.{place}.{turn}", family.count * family.rows * family.cols)
+            self._small(batch.count, batch.short, _FLOAT, has_one_step=False, is_padded=False)
+            self._mirror(batch.algorithm, batch.count, batch.short, _FLOAT)
 
     def _iterated(self, shapes: Sequence[_Shape], algorithm: Algorithm, coefficients: Sequence[Coefficients]) -> None:
         runs = algorithm.run_lengths(coefficients)
@@ -149,9 +181,7 @@ class Footprint:
             blocks = algorithm.blocks(self._num_threads)
             is_padded = max(runs) == 1 and blocks > 1
             self._small(count, short, itemsize, has_one_step=max(runs) == 1, is_padded=is_padded)
-            if blocks > 1:
-                block = -(-short // min(blocks, short))
-                self.take("mirror", count * block * block, itemsize)
+            self._mirror(algorithm, count, short, itemsize)
             if itemsize != _FLOAT:
                 for position, shape in enumerate(chunk):
                     self.take(f"copied.{position}", math.prod(shape), itemsize)
@@ -194,6 +224,12 @@ class Footprint:
             self.take(name, count * short * cols, itemsize)
         self.take("trace", count)
         self.take("root", count)
+
+    def _mirror(self, algorithm: Algorithm, count: int, short: int, itemsize: int) -> None:
+        blocks = algorithm.blocks(self._num_threads)
+        if blocks > 1:
+            block = -(-short // min(blocks, short))
+            self.take("mirror", count * block * block, itemsize)
 
     def _padded(self, short: int, itemsize: int, *, is_padded: bool) -> int:
         is_aliased = is_padded and self._device == "cpu" and short * itemsize % _ALIASING_BYTES == 0
