@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator, Sequence
 
+from hp_muon_plugin.cli.figures import gflop, mib, ms, rates_text, ratio
 from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.config.trainer import Train
 from hp_muon_plugin.layout.spec import ParamSpec
@@ -12,8 +13,6 @@ from hp_muon_plugin.models.shard_topology import links
 from hp_muon_plugin.muon.distributed.cost import Rates
 from hp_muon_plugin.muon.distributed.footprint import Footprint
 from hp_muon_plugin.muon.table import matrices_text
-
-_MIB = 2**20
 
 
 def muon_lines(config: Train, shards: Sequence[ShardPlan], specs: Sequence[ParamSpec], world_size: int) -> list[str]:
@@ -38,19 +37,16 @@ def muon_lines(config: Train, shards: Sequence[ShardPlan], specs: Sequence[Param
     lines = [
         f"Muon step of pipeline stage {number}{f', all {replicas} replicas together' if divided else ''}, "
         f"planned for {device_of(config)}:",
-        f"  all ms are at {_rates_text(rates)}",
+        f"  all ms are at {rates_text(rates)}",
     ]
+    if replicas > 1 and not divided:
+        lines.append(
+            f"  each of the {replicas} replicas updates all of it (dp.outer=replicate); nothing is sent for that"
+        )
     link = links(config, world_size, os.environ)
     for kind in stage.kinds:
         lines += [f"  {text}" for text in _kind_lines(stage, kind, link[kind[0].is_expert])]
     return [*lines, *_rank_lines(config, stage, rates)]
-
-
-def _rates_text(rates: Rates) -> str:
-    return (
-        f"{rates.flops / 1e9:g} GFLOP/s, {rates.bytes_received / 1e9:g} GB/s and {rates.message_s * 1e6:g} us "
-        f"a message of a rank ({rates.source})"
-    )
 
 
 def _kind_lines(stage: StageShares, shares: Sequence[PlannedShare], link: str) -> Iterator[str]:
@@ -64,7 +60,7 @@ def _kind_lines(stage: StageShares, shares: Sequence[PlannedShare], link: str) -
         yield f"    ms: {', '.join(priced)}"
     loads = [load for share in shares for load in share.plan.loads]
     mean = sum(loads) / len(loads)
-    yield f"  owners: {_gflop(max(loads))} at most, {_gflop(mean)} on average, max/mean {_ratio(max(loads), mean)}"
+    yield f"  owners: {gflop(max(loads))} at most, {gflop(mean)} on average, max/mean {ratio(max(loads), mean)}"
     yield f"  arriving at the rank with most: {_arriving_text(stage, shares)}"
     peers = max(share.plan.most_peers for share in shares)
     if peers:
@@ -90,7 +86,7 @@ def _cut(shares: Sequence[PlannedShare]) -> dict[tuple[str, str], tuple[int, lis
     for share in shares:
         for choice in share.plan.choices:
             seconds = {name: price.seconds(share.plan.rates) for name, price in choice.prices}
-            priced = [f"{name} {_ms(seconds[name])}" for name in sorted(seconds, key=lambda name: seconds[name])]
+            priced = [f"{name} {ms(seconds[name])}" for name in sorted(seconds, key=lambda name: seconds[name])]
             key = matrices_text(share.plan.items[choice.items[0]].spec.view), str(choice.route)
             count, first = found.get(key, (0, priced))
             found[key] = count + len(choice.items), first
@@ -100,7 +96,7 @@ def _cut(shares: Sequence[PlannedShare]) -> dict[tuple[str, str], tuple[int, lis
 def _arriving_text(stage: StageShares, shares: Sequence[PlannedShare]) -> str:
     every = [told for share in shares for told in stage.arriving(share)]
     most = max(every, key=lambda told: told.num_bytes)
-    counts = [f"{number} {name} {num_bytes / _MIB:.3f} MiB" for name, (number, num_bytes) in most.by_name.items()]
+    counts = [f"{number} {name} {mib(num_bytes)}" for name, (number, num_bytes) in most.by_name.items()]
     return ", ".join(counts) or "nothing"
 
 
@@ -116,20 +112,8 @@ def _rank_lines(config: Train, stage: StageShares, rates: Rates) -> list[str]:
     times = [stage.seconds(rank) for rank in range(stage.ranks)]
     apart, together = max(map(sum, times)), max(map(max, times))
     return [
-        f"  all ranks: {_gflop(max(loads))} of Newton-Schulz at most, {_gflop(mean)} on average, "
-        f"max/mean {_ratio(max(loads), mean)}",
-        f"  buffers of the rank with most work: {footprint.nbytes / _MIB:.3f} MiB",
-        f"  prediction at these rates: {_ms(apart)} ms a step if nothing overlaps, {_ms(together)} ms if all does",
+        f"  all ranks: {gflop(max(loads))} of Newton-Schulz at most, {gflop(mean)} on average, "
+        f"max/mean {ratio(max(loads), mean)}",
+        f"  buffers of the rank with most work: {mib(footprint.nbytes)}",
+        f"  prediction at these rates: {ms(apart)} ms a step if nothing overlaps, {ms(together)} ms if all does",
     ]
-
-
-def _gflop(flops: float) -> str:
-    return f"{flops / 1e9:.3f} GFLOP"
-
-
-def _ratio(most: float, mean: float) -> str:
-    return f"{most / mean:.3f}" if mean else "1.000"
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g}"

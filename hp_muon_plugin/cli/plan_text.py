@@ -3,14 +3,16 @@
 from collections import Counter
 
 from hp_muon_plugin.cli.muon_text import muon_lines
+from hp_muon_plugin.cli.replica_text import replica_lines
 from hp_muon_plugin.cli.shard_text import crossing_lines, shard_lines, stage_plans
 from hp_muon_plugin.config.checks import data_parallel_size
-from hp_muon_plugin.config.data_parallel import HpFsdp, TorchFsdp2
+from hp_muon_plugin.config.data_parallel import DataParallel, HpFsdp, TorchFsdp2
 from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.config.trainer import Train
 from hp_muon_plugin.layout.spec import ParamSpec
 from hp_muon_plugin.megatron.lane_checks import lane_errors
 from hp_muon_plugin.models.gpt_specs import gpt_specs, padded_vocab_size, stage_specs
+from hp_muon_plugin.models.muon_shares import device_of
 from hp_muon_plugin.models.shard_plan import ShardPlan
 from hp_muon_plugin.muon.pieces import Way
 from hp_muon_plugin.muon.plan import MuonPlan, build_plan
@@ -94,13 +96,15 @@ def _muon_lines(
     plans = []
     for stage in range(config.topology.pp):
         held = stage_specs(specs, config.model, config.topology, stage=stage, ep=0)
-        plans.append(build_plan([spec for spec in held if spec.name in muon], options))
+        plans.append(build_plan([spec for spec in held if spec.name in muon], options, device=device_of(config)))
     busiest = max(range(len(plans)), key=lambda stage: plans[stage].flops)
+    is_ddp = isinstance(config.dp, DataParallel)
     return [
         format_table(table_rows(routes, options)),
         "",
         f"Muon step of a rank of pipeline stage {busiest} (the busiest), optimizer.tp_mode={options.tp_mode}:",
         *_plan_lines(plans[busiest]),
+        *(replica_lines(config, plans[busiest].params, world_size) if is_ddp else ()),
     ]
 
 

@@ -121,6 +121,27 @@ def test_plan_says_how_tensor_parallel_matrices_go_and_what_that_sends(tmp_path:
     assert "expected one of [duplicated, distributed, owner, blockwise]" in refused.stderr
 
 
+def test_plan_says_what_ranks_with_the_same_weights_divide(tmp_path: Path) -> None:
+    """A dry run said that every rank orthogonalises everything, and did not know optimizer.divide_replicas."""
+    arguments = ["model=tiny_moe", "topology.ranks=4", "topology.ep=2"]
+    choices = "optimizer.divide_replicas=null,true,false"
+    done = hp_muon("train", "--dry-run", "-m", *arguments, choices, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    default, divided, apart = done.stdout.split("ranks that hold the same weights, optimizer.divide_replicas=")[1:]
+    assert default.startswith("null, planned for cpu:\n    all ms are at 50 GFLOP/s, 1 GB/s")
+    for text in (default, divided):
+        dense, experts = text.split("routed experts over expert_dp, 2 ranks:")
+        assert dense.count("        rank ") == 4
+        assert experts.count("        rank ") == 2
+        assert "max/mean 1.000; undivided 3.020 GFLOP on every rank" in experts
+        assert "arriving at the rank with most: 2 broadcast 1.500 MiB (0 undivided); " in experts
+    assert "rank 0: " not in apart
+    assert "arriving at the rank with most: 0 broadcast 0.000 MiB" in apart
+    replicas = ["dp=hp_hsdp", "dp.outer=replicate", "topology.ranks=4"]
+    hybrid = hp_muon("train", "--dry-run", "model=tiny_dense", *replicas, folder=tmp_path)
+    assert "each of the 2 replicas updates all of it (dp.outer=replicate)" in hybrid.stdout
+
+
 def test_hydras_flags_stand_anywhere(tmp_path: Path) -> None:
     """`-m` behind an override was "unrecognized arguments"."""
     done = hp_muon("train", "run.steps=50", "-m", "optimizer.lr=0.1,0.2", "run.dry=true", folder=tmp_path)

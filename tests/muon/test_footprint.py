@@ -12,9 +12,9 @@ from hp_muon_plugin.muon import build_optimizer
 from hp_muon_plugin.muon.distributed.footprint import Footprint
 from hp_muon_plugin.muon.distributed.messages import traffic
 from hp_muon_plugin.platform.counting import CountingWire
-from hp_muon_plugin.platform.wire import C10dWire
+from hp_muon_plugin.platform.wire import C10dWire, Collective
 from hp_muon_plugin.train.setup import Launch
-from muon.sharded_weights import SHAPES, filled, give_grads, sharded
+from muon.sharded_weights import SHAPES, filled, give_grads, model_of_weights, sharded
 from muon.test_distributed_muon import STRATEGIES
 from muon.tp_steps import WEIGHTS, Job, run_job
 
@@ -90,3 +90,31 @@ def test_predicted_buffers_of_tensor_parallel_matrices(
         footprint = Footprint(job.config, "cpu", num_threads=1, places={job.axis: place})
         footprint.add_matrices(job.plan(world_size))
         assert footprint.nbytes == answer.workspace_bytes, place
+
+
+def _replicas(launch: Launch, divide: bool | None) -> tuple[int, int]:
+    from hp_muon_plugin.muon.distributed import optimizer as module
+
+    joined(launch)
+    wire = CountingWire(C10dWire())
+    module.C10dWire = lambda: wire
+    model = model_of_weights(MORE)
+    optimizer = build_optimizer(model, divide_replicas=divide, clip_grad=0.0)
+    for step in range(2):
+        wire.reset()
+        give_grads(model, filled(step + 1, MORE))
+        optimizer.step()
+    (plan,) = optimizer.replica_plans
+    sent = wire.of(Collective.BROADCAST, plan.axis)
+    assert (sent.num_collectives, sent.num_bytes) == (plan.num_messages, plan.sent_bytes)
+    assert bool(plan.divided) == (divide is not False)
+    footprint = Footprint(optimizer.config, "cpu", num_threads=torch.get_num_threads())
+    footprint.add_replicas(plan, launch.rank)
+    return footprint.nbytes, optimizer._workspace.nbytes
+
+
+@pytest.mark.parametrize("divide", [None, True, False])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_bytes_of_replicas_that_divide_the_matrices(world_size: int, divide: bool | None) -> None:
+    for predicted, real in run_ranks(world_size, _replicas, divide):
+        assert predicted == real

@@ -15,7 +15,7 @@ from hp_muon_plugin.muon.distributed.cost import Rates, rates_of
 from hp_muon_plugin.muon.distributed.items import ShardedParam
 from hp_muon_plugin.muon.distributed.optimizer import ShardedMuonOptimizer, Share
 from hp_muon_plugin.muon.distributed.planner import BATCH_BYTES
-from hp_muon_plugin.muon.distributed.replicas import is_worth_sending, item_flops
+from hp_muon_plugin.muon.distributed.replica_plan import is_worth_sending, item_flops
 from hp_muon_plugin.muon.distributed.shards import ShardOf, axes_of, local_part
 from hp_muon_plugin.muon.routing import Algorithm
 from hp_muon_plugin.platform.collectives import AxisGroup

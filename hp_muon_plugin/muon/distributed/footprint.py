@@ -15,6 +15,7 @@ from hp_muon_plugin.muon.algorithm import Algorithm, is_gathered
 from hp_muon_plugin.muon.coefficients import Coefficients
 from hp_muon_plugin.muon.distributed.messages import Messages, side
 from hp_muon_plugin.muon.distributed.plan import Batch, Route, SharePlan
+from hp_muon_plugin.muon.distributed.replica_plan import ReplicaPlan
 from hp_muon_plugin.muon.limits import CPU_CACHE_BYTES, CPU_CUT_FROM, DEVICE_BYTES, SMALL_BUFFERS_BYTES
 from hp_muon_plugin.muon.pieces import Way
 from hp_muon_plugin.muon.plan import MuonPlan, build_plan
@@ -74,6 +75,18 @@ class Footprint:
                 self._factored(messages, rank, slot)
             else:
                 self._whole(messages, rank, slot)
+
+    def add_replicas(self, plan: ReplicaPlan, place: int, *, itemsize: int = _FLOAT) -> None:
+        """Use what the step over weights uses that all ranks of an axis hold.
+
+        Args:
+            plan: Their plan.
+            place: This rank's place on the axis.
+            itemsize: Bytes of an element of the weights that are sent.
+        """
+        self.add_matrices(build_plan([item.spec for item in plan.updated(place)], self._config, device=self._device))
+        for owner in dict.fromkeys(plan.owners):
+            self.take(f"share_weights{owner}", plan.sent_numel(owner), itemsize)
 
     def _look_ahead(self, messages: Messages, rank: int) -> None:
         """A rank's part is written in the type of messages, or in float32 if it stays; gradients are float32."""

@@ -15,6 +15,7 @@ from hp_muon_plugin.muon.distributed.items import ShardedParam
 from hp_muon_plugin.muon.distributed.measured import measured_rates
 from hp_muon_plugin.muon.distributed.plan import SharePlan
 from hp_muon_plugin.muon.distributed.planner import BATCH_BYTES, share_plan
+from hp_muon_plugin.muon.distributed.replica_plan import ReplicaPlan
 from hp_muon_plugin.muon.distributed.replicas import ReplicaExecutor, WeightBroadcast
 from hp_muon_plugin.muon.distributed.shards import local_part
 from hp_muon_plugin.muon.executor import ParamStep
@@ -138,6 +139,11 @@ class ShardedMuonOptimizer(HpMuonOptimizer):
     def share_plans(self) -> tuple[SharePlan, ...]:
         """The plans, one for each shard axis."""
         return tuple(executor.plan for _, executor in self._shares if isinstance(executor, ShareExecutor))
+
+    @property
+    def replica_plans(self) -> tuple[ReplicaPlan, ...]:
+        """Who updates what of the weights that all ranks of an axis hold, one for each such axis."""
+        return tuple(executor.plan for _, executor in self._shares if isinstance(executor, ReplicaExecutor))
 
     @property
     def num_orthogonalized(self) -> int:

@@ -7,59 +7,20 @@ date on all ranks, so that each rank's state is whole, for checkpoints of one ra
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
 import torch
 
 from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.layout.spec import ParamSpec
-from hp_muon_plugin.muon.algorithm import TABLE, load_table
-from hp_muon_plugin.muon.coefficients import resolve_schedule
-from hp_muon_plugin.muon.distributed.balance import divide
-from hp_muon_plugin.muon.distributed.cost import Rates, kind_of, rates_of
-from hp_muon_plugin.muon.distributed.items import Item, pieces_of
+from hp_muon_plugin.muon.distributed.cost import Rates
+from hp_muon_plugin.muon.distributed.items import Item
+from hp_muon_plugin.muon.distributed.replica_plan import replica_plan
 from hp_muon_plugin.muon.executor import Executor, ParamStep
 from hp_muon_plugin.muon.plan import build_plan
 from hp_muon_plugin.muon.workspace import Workspace
 from hp_muon_plugin.platform.collectives import AxisGroup
 from hp_muon_plugin.platform.protocol import Wire
 from hp_muon_plugin.platform.wire import wait_for
-
-_BYTES = 4
-
-
-def item_flops(specs: Sequence[ParamSpec], config: HpMuon, *, device: str) -> list[float]:
-    """Newton-Schulz operations of parameters.
-
-    Args:
-        specs: Whole parameters or stretches of them.
-        config: Options.
-        device: ``cpu``, ``cuda`` or ``npu``.
-
-    Returns:
-        One figure for each.
-    """
-    table = load_table(Path(config.ns_table)) if config.ns_table else TABLE
-    coefficients = resolve_schedule(config.schedule, steps=config.steps, custom=config.coefficients)
-    return [kind_of(spec, coefficients, device=device, table=table, dtype=config.ns_dtype).flops for spec in specs]
-
-
-def is_worth_sending(flops: float, numel: int, size: int, config: HpMuon, rates: Rates) -> bool:
-    """Whether to compute an update once and send the weight, instead of computing it on every replica.
-
-    Args:
-        flops: Of the update.
-        numel: Elements of the weight.
-        size: Replicas.
-        config: Options; ``divide_replicas`` decides where it is not null.
-        rates: Of a rank.
-
-    Returns:
-        True if computing takes longer than sending.
-    """
-    if size == 1 or config.divide_replicas is not None:
-        return size > 1 and bool(config.divide_replicas)
-    return flops / rates.flops > _BYTES * numel / rates.bytes_received
 
 
 class WeightBroadcast:
@@ -127,20 +88,9 @@ class ReplicaExecutor:
         rates: Rates | None = None,
     ) -> None:
         device = workspace.device.type
-        rates = rates or rates_of(config.rates, device)
-        items = [item for index, spec in enumerate(params) for item in pieces_of(index, spec, axis.size)]
-        flops = item_flops([item.spec for item in items], config, device=device)
-        worth = [
-            is_worth_sending(cost, item.numel, axis.size, config, rates)
-            for cost, item in zip(flops, items, strict=True)
-        ]
-        self._divided = [item for item, is_sent in zip(items, worth, strict=True) if is_sent]
-        everywhere = [(item, cost) for item, cost, is_sent in zip(items, flops, worth, strict=True) if not is_sent]
-        costs = [cost for cost, is_sent in zip(flops, worth, strict=True) if is_sent]
-        self.division = divide(costs, axis.size, already=[sum(cost for _, cost in everywhere)] * axis.size)
-        """Owners of what is divided, and the operations of each replica."""
-        mine = [i for i, o in zip(self._divided, self.division.owners, strict=True) if o == axis.index]
-        self._items = [*(item for item, _ in everywhere), *mine]
+        self.plan = replica_plan(params, config, axis=axis.axis, size=axis.size, device=device, rates=rates)
+        """Who updates what, and what is sent."""
+        self._items = self.plan.updated(axis.index)
         self._executor = Executor(
             build_plan([item.spec for item in self._items], config, device=device),
             axes,
@@ -148,17 +98,12 @@ class ReplicaExecutor:
             device=workspace.device,
             workspace=workspace,
         )
-        self._broadcast = WeightBroadcast(axis, self.division.owners, wire=wire, workspace=workspace)
+        self._broadcast = WeightBroadcast(axis, self.plan.owners, wire=wire, workspace=workspace)
 
     @property
     def num_orthogonalized(self) -> int:
         """Matrices that this rank has orthogonalised since construction."""
         return self._executor.num_orthogonalized
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes of weights that are sent in a step, by all owners together, in float32."""
-        return _BYTES * sum(item.numel for item in self._divided)
 
     def run(self, steps: Mapping[int, ParamStep | None]) -> None:
         """Update the weights of one step.
@@ -167,7 +112,7 @@ class ReplicaExecutor:
             steps: By parameter; its tensors are one-dimensional. None for one that is left alone, on all replicas.
         """
         self._executor.run([_stretch(item, steps.get(item.param)) for item in self._items])
-        present = [(item, steps.get(item.param)) for item in self._divided]
+        present = [(item, steps.get(item.param)) for item in self.plan.divided]
         self._broadcast.run(
             [step.weight[item.start : item.start + item.numel] if step is not None else _NONE for item, step in present]
         )

@@ -1,0 +1,33 @@
+"""Figures of a dry run as text."""
+
+from hp_muon_plugin.muon.distributed.cost import Rates
+
+MIB = 2**20
+
+
+def rates_text(rates: Rates) -> str:
+    """What a prediction is computed from, and where that comes from."""
+    return (
+        f"{rates.flops / 1e9:g} GFLOP/s, {rates.bytes_received / 1e9:g} GB/s and {rates.message_s * 1e6:g} us "
+        f"a message of a rank ({rates.source})"
+    )
+
+
+def gflop(flops: float) -> str:
+    """Operations."""
+    return f"{flops / 1e9:.3f} GFLOP"
+
+
+def ratio(most: float, mean: float) -> str:
+    """The largest over the mean; 1 where there is nothing."""
+    return f"{most / mean:.3f}" if mean else "1.000"
+
+
+def ms(seconds: float) -> str:
+    """Milliseconds, without their unit."""
+    return f"{seconds * 1e3:.3g}"
+
+
+def mib(num_bytes: float) -> str:
+    """Bytes."""
+    return f"{num_bytes / MIB:.3f} MiB"

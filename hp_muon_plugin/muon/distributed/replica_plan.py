@@ -1,0 +1,167 @@
+"""Which of several ranks that hold the same weights updates which matrix. No torch.
+
+Each matrix that takes longer to compute than to send has one owner, the longest first to whoever has least; the
+others are updated by every rank, and nothing of them is sent.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hp_muon_plugin.config.optimizer import HpMuon
+from hp_muon_plugin.layout.spec import ParamSpec
+from hp_muon_plugin.muon.algorithm import TABLE, load_table
+from hp_muon_plugin.muon.coefficients import resolve_schedule
+from hp_muon_plugin.muon.distributed.balance import divide
+from hp_muon_plugin.muon.distributed.cost import Rates, kind_of, rates_of
+from hp_muon_plugin.muon.distributed.items import Item, pieces_of
+
+_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaPlan:
+    """What ranks do that all hold the same weights.
+
+    Attributes:
+        axis: Mesh axis of these ranks.
+        size: How many they are.
+        divided: Updated once, and then sent.
+        owners: Who updates each of those.
+        everywhere: Updated by every rank.
+        loads: Newton-Schulz operations of each rank.
+        undivided_flops: Those of a rank if nothing were divided.
+        rates: By which it was decided.
+    """
+
+    axis: str
+    size: int
+    divided: tuple[Item, ...]
+    owners: tuple[int, ...]
+    everywhere: tuple[Item, ...]
+    loads: tuple[float, ...]
+    undivided_flops: float
+    rates: Rates
+
+    def owned(self, place: int) -> tuple[Item, ...]:
+        """What one rank alone updates.
+
+        Args:
+            place: The rank's place on the axis.
+
+        Returns:
+            Its items.
+        """
+        return tuple(item for item, owner in zip(self.divided, self.owners, strict=True) if owner == place)
+
+    def updated(self, place: int) -> tuple[Item, ...]:
+        """All that one rank updates.
+
+        Args:
+            place: The rank's place on the axis.
+
+        Returns:
+            Its items.
+        """
+        return (*self.everywhere, *self.owned(place))
+
+    def sent_numel(self, place: int) -> int:
+        """Elements of weights that a rank sends to every other one in a step.
+
+        Args:
+            place: The rank's place on the axis.
+
+        Returns:
+            The number.
+        """
+        return sum(item.numel for item in self.owned(place))
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of weights that are sent in a step, by all owners together, in float32."""
+        return _BYTES * sum(item.numel for item in self.divided)
+
+    @property
+    def num_messages(self) -> int:
+        """Broadcasts of a step: one of each rank that owns something."""
+        return len(set(self.owners))
+
+    def received_bytes(self, place: int) -> int:
+        """Bytes of weights that arrive at a rank in a step, in float32.
+
+        Args:
+            place: The rank's place on the axis.
+
+        Returns:
+            The number.
+        """
+        return self.sent_bytes - _BYTES * self.sent_numel(place)
+
+
+def replica_plan(
+    params: Sequence[ParamSpec], config: HpMuon, *, axis: str, size: int, device: str, rates: Rates | None = None
+) -> ReplicaPlan:
+    """Divide parameters over ranks that all hold them.
+
+    Args:
+        params: The parameters, in one order on all of the ranks.
+        config: Options.
+        axis: Mesh axis of the ranks.
+        size: How many they are.
+        device: ``cpu``, ``cuda`` or ``npu``.
+        rates: By which it is decided what is divided; None takes those of ``config``.
+
+    Returns:
+        The plan; equal input gives an equal plan.
+    """
+    rates = rates or rates_of(config.rates, device)
+    items = [item for index, spec in enumerate(params) for item in pieces_of(index, spec, size)]
+    flops = item_flops([item.spec for item in items], config, device=device)
+    worth = [is_worth_sending(cost, item.numel, size, config, rates) for cost, item in zip(flops, items, strict=True)]
+    everywhere = sum(cost for cost, is_sent in zip(flops, worth, strict=True) if not is_sent)
+    costs = [cost for cost, is_sent in zip(flops, worth, strict=True) if is_sent]
+    division = divide(costs, size, already=[everywhere] * size)
+    return ReplicaPlan(
+        axis,
+        size,
+        tuple(item for item, is_sent in zip(items, worth, strict=True) if is_sent),
+        division.owners,
+        tuple(item for item, is_sent in zip(items, worth, strict=True) if not is_sent),
+        division.loads,
+        sum(flops),
+        rates,
+    )
+
+
+def item_flops(specs: Sequence[ParamSpec], config: HpMuon, *, device: str) -> list[float]:
+    """Newton-Schulz operations of parameters.
+
+    Args:
+        specs: Whole parameters or stretches of them.
+        config: Options.
+        device: ``cpu``, ``cuda`` or ``npu``.
+
+    Returns:
+        One figure for each.
+    """
+    table = load_table(Path(config.ns_table)) if config.ns_table else TABLE
+    coefficients = resolve_schedule(config.schedule, steps=config.steps, custom=config.coefficients)
+    return [kind_of(spec, coefficients, device=device, table=table, dtype=config.ns_dtype).flops for spec in specs]
+
+
+def is_worth_sending(flops: float, numel: int, size: int, config: HpMuon, rates: Rates) -> bool:
+    """Whether to compute an update once and send the weight, instead of computing it on every replica.
+
+    Args:
+        flops: Of the update.
+        numel: Elements of the weight.
+        size: Replicas.
+        config: Options; ``divide_replicas`` decides where it is not null.
+        rates: Of a rank.
+
+    Returns:
+        True if computing takes longer than sending.
+    """
+    if size == 1 or config.divide_replicas is not None:
+        return size > 1 and bool(config.divide_replicas)
+    return flops / rates.flops > _BYTES * numel / rates.bytes_received
