@@ -18,7 +18,7 @@ from hp_muon_plugin.muon.reference import ReferenceMuon, reference_newton_schulz
 from hp_muon_plugin.platform.collectives import AxisGroup
 from hp_muon_plugin.train.setup import Launch
 
-STEPS = 4
+STEPS = 20
 KELLER = resolve_schedule(Schedule.keller)
 WEIGHTS: dict[str, tuple[tuple[int, ...], MatrixView, tuple[int, ...], int]] = {
     "column": ((24, 16), plain_matrix(24, 16), (24, 16), 0),
@@ -60,11 +60,16 @@ def _own(whole: torch.Tensor, spec: ParamSpec, axis: AxisGroup) -> torch.Tensor:
     return whole if spec.split is None else local_slice(whole, spec.split, axis.index).clone()
 
 
+# 2, 3 and 4 ranks in every mode, with more weights and options, in 4 steps: test_tp_modes.py
 @pytest.mark.parametrize(
     ("ranks", "mode"),
     [
         *((ranks, TensorParallelMode.duplicated) for ranks in (1, 2, 3, 4, 6, 8)),
-        *((ranks, mode) for ranks in (1, 2, 8) for mode in (TensorParallelMode.distributed, TensorParallelMode.owner)),
+        *(
+            (ranks, mode)
+            for ranks in (1, 2, 3, 4, 6, 8)
+            for mode in (TensorParallelMode.distributed, TensorParallelMode.owner)
+        ),
     ],
 )
 def test_the_update_is_that_of_the_whole_matrix(ranks: int, mode: TensorParallelMode) -> None:
