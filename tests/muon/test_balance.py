@@ -89,6 +89,13 @@ def test_matrices_of_two_lengths_are_within_a_tenth_of_the_best_division(
     assert max(division.loads) <= 1.1 * best * (1 + 1e-9)
 
 
+def test_where_no_division_comes_within_a_tenth_of_the_mean() -> None:
+    """The bound is of the best division: one matrix above the mean, or one more than ranks have room for, forbid it."""
+    for costs, best in (([10.0] + [1.0] * 15, 1.6), ([1.0] * 17, 5 / 4.25)):
+        assert least_possible(costs, 4) * 4 / sum(costs) == best
+        assert divide(costs, 4).imbalance == best
+
+
 def test_many_ranks() -> None:
     generator = random.Random(5)
     for num_ranks in (32, 96, 768):
