@@ -63,7 +63,7 @@ def _plan_lines(plan: ReplicaPlan) -> Iterator[str]:
         f"  owners: {gflop(max(plan.loads))} at most, {gflop(mean)} on average, "
         f"max/mean {ratio(max(plan.loads), mean)}; undivided {gflop(whole)} on every rank"
     )
-    arriving = max(map(plan.received_bytes, range(plan.size)))
+    arriving = plan.most_received_bytes
     saved = (whole - max(plan.loads)) / plan.rates.flops
     sending = arriving / plan.rates.bytes_received + plan.num_messages * plan.rates.message_s
     yield (

@@ -85,8 +85,8 @@ class Footprint:
             itemsize: Bytes of an element of the weights that are sent.
         """
         self.add_matrices(build_plan([item.spec for item in plan.updated(place)], self._config, device=self._device))
-        for owner in dict.fromkeys(plan.owners):
-            self.take(f"share_weights{owner}", plan.sent_numel(owner), itemsize)
+        for owner, numel in enumerate(plan.sent_numels):
+            self.take(f"share_weights{owner}", numel, itemsize)
 
     def _look_ahead(self, messages: Messages, rank: int) -> None:
         """A rank's part is written in the type of messages, or in float32 if it stays; gradients are float32."""

@@ -65,16 +65,13 @@ class ReplicaPlan:
         """
         return (*self.everywhere, *self.owned(place))
 
-    def sent_numel(self, place: int) -> int:
-        """Elements of weights that a rank sends to every other one in a step.
-
-        Args:
-            place: The rank's place on the axis.
-
-        Returns:
-            The number.
-        """
-        return sum(item.numel for item in self.owned(place))
+    @property
+    def sent_numels(self) -> tuple[int, ...]:
+        """Elements of weights that each rank sends to every other one in a step."""
+        found = [0] * self.size
+        for item, owner in zip(self.divided, self.owners, strict=True):
+            found[owner] += item.numel
+        return tuple(found)
 
     @property
     def sent_bytes(self) -> int:
@@ -86,16 +83,10 @@ class ReplicaPlan:
         """Broadcasts of a step: one of each rank that owns something."""
         return len(set(self.owners))
 
-    def received_bytes(self, place: int) -> int:
-        """Bytes of weights that arrive at a rank in a step, in float32.
-
-        Args:
-            place: The rank's place on the axis.
-
-        Returns:
-            The number.
-        """
-        return self.sent_bytes - _BYTES * self.sent_numel(place)
+    @property
+    def most_received_bytes(self) -> int:
+        """Bytes of weights that arrive in a step, in float32, at the rank with most."""
+        return self.sent_bytes - _BYTES * min(self.sent_numels)
 
 
 def replica_plan(
