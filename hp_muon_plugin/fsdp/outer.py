@@ -165,8 +165,6 @@ class Group:
                 wire.expect(Collective.REDUCE, self.grad[part.start : part.stop], self.axis, owner_index=part.owner)
                 for part in self.segments
             ]
-        else:
-            self.expected = [wire.expect(Collective.ALL_REDUCE, self.grad, self.axis)]
 
     def begin(self, wire: Wire) -> None:
         """Begin the reduction, all buckets being ready.
@@ -174,8 +172,9 @@ class Group:
         Args:
             wire: Collectives.
         """
-        flat, expected, self.expected = self._summed, self.expected, []
+        flat = self._summed
         if self.mode is OuterMode.shard:
+            expected, self.expected = self.expected, []
             # replicate axis, each segment to its owner; the end of backward waits
             self.handles = [
                 wire.reduce(flat[part.start : part.stop], part.owner, self.axis, expected=early)
@@ -183,7 +182,7 @@ class Group:
             ]
         else:
             # replicate axis, the whole group; the end of backward waits
-            self.handles = [wire.all_reduce(flat, self.axis, expected=expected[0])]
+            self.handles = [wire.all_reduce(flat, self.axis)]
 
     def finish(self) -> None:
         """Wait for the reduction, divide, add what earlier micro-batches left, and publish the gradients."""

@@ -59,9 +59,7 @@ class CountingWire:
         """Start again from zero."""
         self._traffic.clear()
 
-    def expect(
-        self, kind: Collective, tensor: torch.Tensor, axis: AxisGroup, *, owner_index: int = 0
-    ) -> Expected | None:
+    def expect(self, kind: Collective, tensor: torch.Tensor, axis: AxisGroup, *, owner_index: int) -> Expected | None:
         """See :meth:`Wire.expect`. The call itself counts, not its announcement."""
         return self._wire.expect(kind, tensor, axis, owner_index=owner_index)
 
@@ -75,10 +73,10 @@ class CountingWire:
         self._count(Collective.REDUCE_SCATTER, source, axis)
         return self._wire.reduce_scatter(output, source, axis)
 
-    def all_reduce(self, tensor: torch.Tensor, axis: AxisGroup, *, expected: Expected | None = None) -> Handle:
+    def all_reduce(self, tensor: torch.Tensor, axis: AxisGroup) -> Handle:
         """See :meth:`Wire.all_reduce`."""
         self._count(Collective.ALL_REDUCE, tensor, axis)
-        return self._wire.all_reduce(tensor, axis, expected=expected)
+        return self._wire.all_reduce(tensor, axis)
 
     def reduce(
         self, tensor: torch.Tensor, owner_index: int, axis: AxisGroup, *, expected: Expected | None = None

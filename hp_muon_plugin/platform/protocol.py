@@ -25,19 +25,17 @@ class Handle(Protocol):
 class Wire(Protocol):
     """What the engine needs of a network. All ranks of an axis issue the same calls in the same order."""
 
-    def expect(
-        self, kind: Collective, tensor: torch.Tensor, axis: AxisGroup, *, owner_index: int = 0
-    ) -> Expected | None:
+    def expect(self, kind: Collective, tensor: torch.Tensor, axis: AxisGroup, *, owner_index: int) -> Expected | None:
         """Announce a call that this rank will issue later, so that what it receives is not held up.
 
         All ranks of the axis announce the same calls in the same order. Only messages on the CPU gain by it.
 
         Args:
-            kind: ``all_reduce``, ``reduce`` or ``broadcast``.
+            kind: ``reduce`` or ``broadcast``.
             tensor: What the call will be given, or a buffer like it; a broadcast writes to it from now on
                 where this rank is not the owner, a sum does not touch it.
             axis: Ranks that take part; all of them must call.
-            owner_index: The owner's place on the axis, of a reduce or broadcast.
+            owner_index: The owner's place on the axis.
 
         Returns:
             What the call is to be given as ``expected``; None if that makes no difference.
@@ -67,13 +65,12 @@ class Wire(Protocol):
             The handle. Neither buffer may be touched before its ``wait()``.
         """
 
-    def all_reduce(self, tensor: torch.Tensor, axis: AxisGroup, *, expected: Expected | None = None) -> Handle:
+    def all_reduce(self, tensor: torch.Tensor, axis: AxisGroup) -> Handle:
         """Start to sum in place; every rank holds the result.
 
         Args:
             tensor: ``(n,)``.
             axis: Ranks that take part; all of them must call.
-            expected: What :meth:`expect` returned for this call, if it was announced.
 
         Returns:
             The handle. The buffer may not be touched before its ``wait()``.

@@ -54,9 +54,7 @@ class StrictWire:
         self._pending: list[_StrictHandle] = []
         self._first_uses = FirstUses()
 
-    def expect(
-        self, kind: Collective, tensor: torch.Tensor, axis: AxisGroup, *, owner_index: int = 0
-    ) -> Expected | None:
+    def expect(self, kind: Collective, tensor: torch.Tensor, axis: AxisGroup, *, owner_index: int) -> Expected | None:
         """See :meth:`Wire.expect`. HCCL knows no announcements: a broadcast's buffer is poisoned, and that is all."""
         if kind is Collective.BROADCAST and axis.index != owner_index:
             poison(tensor)
@@ -82,7 +80,7 @@ class StrictWire:
         start = partial(self._wire.reduce_scatter, result, held, axis)
         return self._issue(_StrictHandle(self, call, key, start, written=[output, source], read=[], result=result))
 
-    def all_reduce(self, tensor: torch.Tensor, axis: AxisGroup, *, expected: Expected | None = None) -> Handle:
+    def all_reduce(self, tensor: torch.Tensor, axis: AxisGroup) -> Handle:
         """See :meth:`Wire.all_reduce`."""
         call = Call(Collective.ALL_REDUCE, axis, tensor, tensor)
         return self._in_place(call, lambda held: self._wire.all_reduce(held, axis), keeps_result=True)

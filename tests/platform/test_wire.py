@@ -334,16 +334,14 @@ def run_announced(launch):
                 (
                     wire.expect(Collective.REDUCE, sums[-1][1], axis, owner_index=owner),
                     wire.expect(Collective.BROADCAST, copies[-1][1], axis, owner_index=owner),
-                    wire.expect(Collective.ALL_REDUCE, sums[-1][1], axis),
                 )
             )
     handles, totals = [], []
     for index in reversed(range(len(sums))):
         (wire, summand, owner, _), (_, copy, _, _), early = sums[index], copies[index], announced[index]
-        totals.append((index, summand.clone(), summand.clone()))
+        totals.append((index, summand.clone()))
         handles.append(wire.broadcast(copy, owner, axis, expected=early[1]))
-        handles.append(wire.all_reduce(totals[-1][1], axis, expected=early[2]))
-        handles.append(wire.all_reduce(totals[-1][2], axis))
+        handles.append(wire.reduce(totals[-1][1], owner, axis))
         handles.append(wire.reduce(summand, owner, axis, expected=early[0]))
     for handle in handles:
         handle.wait()
@@ -351,8 +349,8 @@ def run_announced(launch):
         if axis.index == owner:
             assert_same(summand.double(), summed(summand.numel(), axis.size, seed))
         assert_same(copy, whole_numbers(copy.numel(), owner, seed=copied_seed))
-    for index, *found in totals:
-        for total in found:
+    for index, total in totals:
+        if axis.index == sums[index][2]:
             assert_same(total.double(), summed(total.numel(), axis.size, sums[index][3]))
     return True
 
@@ -378,23 +376,3 @@ def run_announces_first(launch):
 
 def test_an_announced_sum_is_received_from_the_announcement_on():
     assert run_ranks(3, run_announces_first) == [(2, 2), (0, 0), (0, 0)]
-
-
-def run_counts_pair_bytes(launch):
-    """A sum of two ranks is one message each way, of all its elements."""
-    axis = axis_of(launch)
-    sent = []
-    send = axis.group.send
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            type(axis.group),
-            "send",
-            lambda group, tensors, *rest: sent.append(tensors[0].numel()) or send(tensors, *rest),
-        )
-        C10dWire().all_reduce(whole_numbers(1001, axis.index), axis).wait()
-    return sent
-
-
-def test_two_ranks_sum_with_one_message_each():
-    assert run_ranks(2, run_counts_pair_bytes) == [[1001]] * 2
-    assert run_ranks(3, run_counts_pair_bytes) == [[]] * 3
