@@ -2,7 +2,7 @@
 
 from hp_muon_plugin.muon.distributed.cost import Rates
 
-MIB = 2**20
+_MIB = 2**20
 
 
 def rates_text(rates: Rates) -> str:
@@ -30,4 +30,4 @@ def ms(seconds: float) -> str:
 
 def mib(num_bytes: float) -> str:
     """Bytes."""
-    return f"{num_bytes / MIB:.3f} MiB"
+    return f"{num_bytes / _MIB:.3f} MiB"

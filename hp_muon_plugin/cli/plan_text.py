@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+from hp_muon_plugin.cli.figures import gflop, mib
 from hp_muon_plugin.cli.muon_text import muon_lines
 from hp_muon_plugin.cli.replica_text import replica_lines
 from hp_muon_plugin.cli.shard_text import crossing_lines, shard_lines, stage_plans
@@ -110,9 +111,9 @@ def _muon_lines(
 
 def _plan_lines(plan: MuonPlan) -> list[str]:
     lines = [
-        f"  {plan.num_matrices} matrices, {plan.flops / 1e9:.3f} GFLOP of Newton-Schulz "
-        f"({len(plan.coefficients)} steps), {plan.state_bytes() / 2**20:.3f} MiB of momentum, "
-        f"{plan.received_bytes / 2**20:.3f} MiB received"
+        f"  {plan.num_matrices} matrices, {gflop(plan.flops)} of Newton-Schulz "
+        f"({len(plan.coefficients)} steps), {mib(plan.state_bytes())} of momentum, "
+        f"{mib(plan.received_bytes)} received"
     ]
     for stage in plan.stages:
         lines.append(f"  {_stage_text(plan, stage)}:")
@@ -146,4 +147,4 @@ def _stage_text(plan: MuonPlan, stage: Stage) -> str:
     over = f" over {stage.axis} ({stage.size} ranks): {', '.join(sent)}" if stage.axis else ""
     work = [plan.flops_of(stage, index) for index in places]
     spread = f", {max(work) * len(work) / sum(work):.2f} times the mean" if stage.owners and sum(work) else ""
-    return f"{_HOW[stage.way]}{over}; {max(work) / 1e9:.3f} GFLOP{spread}"
+    return f"{_HOW[stage.way]}{over}; {gflop(max(work))}{spread}"

@@ -4,12 +4,11 @@ import os
 from collections.abc import Sequence
 from itertools import groupby
 
+from hp_muon_plugin.cli.figures import mib
 from hp_muon_plugin.config.trainer import Train
 from hp_muon_plugin.layout.spec import ParamSpec
 from hp_muon_plugin.models.shard_plan import PlannedBucket, PlannedUnit, ShardPlan, plan_shards
 from hp_muon_plugin.models.shard_topology import crossing_errors
-
-_MIB = 2**20
 
 
 def stage_plans(config: Train, specs: list[ParamSpec], world_size: int) -> list[ShardPlan]:
@@ -41,11 +40,11 @@ def shard_lines(config: Train, plans: Sequence[ShardPlan], world_size: int) -> l
     lines = [f"shards     of a rank of pipeline stage {busiest}: {_total(plan)}"]
     lines += [f"  {text}" for text in _unit_lines(plan)]
     weights, grads = plan.shard_traffic()
-    lines.append(f"  arriving per step from the shard group: {_mib(weights)} of weights, {_mib(grads)} of gradients")
+    lines.append(f"  arriving per step from the shard group: {mib(weights)} of weights, {mib(grads)} of gradients")
     if plan.options.replicas > 1:
         weights, grads = plan.replica_traffic()
-        lines.append(f"  arriving per step from other replicas: {_mib(weights)} of weights, {_mib(grads)} of gradients")
-    lines.append(f"  gathered weights take {_mib(plan.peak_gathered_bytes)} at most")
+        lines.append(f"  arriving per step from other replicas: {mib(weights)} of weights, {mib(grads)} of gradients")
+    lines.append(f"  gathered weights take {mib(plan.peak_gathered_bytes)} at most")
     lines += [f"  warning: {error}" for error in crossing_errors(config, plan, world_size, os.environ)]
     return lines
 
@@ -94,7 +93,3 @@ def _unit_text(unit: PlannedUnit) -> str:
 def _bucket_text(bucket: PlannedBucket) -> str:
     kind, layout = "experts" if bucket.is_expert else "dense", bucket.layout
     return f"{kind} {layout.num_shards} x {layout.shard_numel:,} (padding {layout.padding_share:.2%})"
-
-
-def _mib(num_bytes: float) -> str:
-    return f"{num_bytes / _MIB:.3f} MiB"

@@ -242,8 +242,9 @@ class NewtonSchulz:
 
     def _form(self, current: Sequence[torch.Tensor], prepared: Prepared) -> None:
         run_all(prepared.clear)
+        products = self._products
         for x, piece in zip(current, prepared.gram, strict=True):
-            run_all(self._products.gram(x, piece))
+            run_all(products.gram(x, piece))
 
     def _normalize(self, current: list[torch.Tensor], chunk: Sequence[Stack], prepared: Prepared) -> list[torch.Tensor]:
         normalizer = prepared.normalizer

@@ -113,10 +113,10 @@ def _check_model(model: Model, folder: Path) -> None:
     if _OWN not in saved:  # converted: other programs' options have other meanings
         return
     kinds = {"moe", "mla"} & saved.keys()
-    wrong = []
+    wrong, compared = [], _SHAPES - _unused(model)
     for name, value in _flat(asdict(model), ""):
         option = f"model.{name}"
-        if name in _SHAPES - _unused(model) and name in told and told[name] != value:
+        if name in compared and name in told and told[name] != value:
             was = json.dumps(told[name])
             wrong.append(ConfigError(option, value, f"{folder} was saved with {was}", f"{option}={was}"))
     for kind in sorted(kinds):
