@@ -10,6 +10,7 @@ from omegaconf import DictConfig
 from hp_muon_plugin.checkpoint.folders import TRACKER
 from hp_muon_plugin.cli.hydra_app import complain, flags_first, run_hydra, say
 from hp_muon_plugin.cli.plan_text import plan_text, warnings_text
+from hp_muon_plugin.config.checkpoint_checks import is_saving
 from hp_muon_plugin.config.checks import check_train
 from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.config.train_options import typed_train
@@ -92,7 +93,7 @@ def _metrics_note(folder: Path) -> str:
 
 
 def _checkpoint_note(config: Train, folder: Path) -> str:
-    if config.checkpoint.every is None:
+    if not is_saving(config.checkpoint):
         return ""
     path = save_folder(config, folder) / TRACKER
     if not path.is_file():

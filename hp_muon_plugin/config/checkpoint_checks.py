@@ -8,6 +8,15 @@ from hp_muon_plugin.errors import ConfigError
 AUTO = "auto"
 
 
+def is_saving(options: Checkpoint) -> bool:
+    """Whether the run saves checkpoints: at intervals, or of its last step because a folder is named.
+
+    Args:
+        options: Options.
+    """
+    return options.every is not None or options.save is not None
+
+
 def checkpoint_errors(options: Checkpoint) -> Iterator[ConfigError]:
     """Check options of checkpoints.
 
@@ -21,7 +30,7 @@ def checkpoint_errors(options: Checkpoint) -> Iterator[ConfigError]:
         value = getattr(options, name)
         if value is not None and not value.strip():
             yield ConfigError(f"checkpoint.{name}", "''", "is empty", "name a folder, or leave it out")
-    if options.every is None:
+    if not is_saving(options):
         for name in ("keep", "asynchronous", "on_interrupt"):
             value = getattr(options, name)
             if value:

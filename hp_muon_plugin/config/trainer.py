@@ -184,7 +184,8 @@ class Checkpoint:
     save: str | None = None
     """Folder of the run's checkpoints; null: ``checkpoints`` in the run's folder."""
     every: int | None = number(None, least=1, example=100)
-    """Steps between checkpoints, the last step has one too; null saves none."""
+    """Steps between checkpoints, the last step has one too; null saves the last step alone if ``save`` names a
+    folder, and otherwise none."""
     keep: int | None = number(None, least=1, example=3)
     """How many of the newest checkpoints stay, besides the one that the run was resumed from; null for all."""
     asynchronous: bool = False

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hp_muon_plugin.checkpoint.folders import MANIFEST, TRACKER, folder_of, iterations, read_tracker
-from hp_muon_plugin.config.checkpoint_checks import AUTO
+from hp_muon_plugin.config.checkpoint_checks import AUTO, is_saving
 from hp_muon_plugin.config.trainer import Model, Train
 from hp_muon_plugin.errors import CheckpointError, ConfigError, raise_all
 
@@ -66,7 +66,7 @@ def check_checkpoints(config: Train, folder: Path) -> None:
             _check_model(config.model, folder_of(save, there[-1]))
     elif options.resume is not None:
         _check_model(config.model, _named(Path(str(options.resume))))
-    if options.every is None:
+    if not is_saving(options):
         return
     if options.resume is None:
         refuse_earlier(save)

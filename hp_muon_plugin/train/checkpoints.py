@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hp_muon_plugin.checkpoint.canonical import RunState
-from hp_muon_plugin.config.checkpoint_checks import AUTO
+from hp_muon_plugin.config.checkpoint_checks import AUTO, is_saving
 from hp_muon_plugin.config.trainer import Train
 from hp_muon_plugin.errors import ConfigError
 from hp_muon_plugin.megatron.checkpoints import (
@@ -100,7 +100,7 @@ class Checkpoints:
         found, progress = self._found(), Progress()
         if found is not None:
             progress = self._go_on(found)
-        if self._options.every is not None:
+        if is_saving(self._options):
             self._saver = Saver(
                 self._save,
                 self._team,
@@ -131,9 +131,8 @@ class Checkpoints:
             is_ending = bool(asked)
         else:
             saver.poll()
-        assert self._options.every is not None
-        is_last = progress.step == self._config.run.steps
-        if is_ending or is_last or progress.step % self._options.every == 0:
+        every, is_last = self._options.every, progress.step == self._config.run.steps
+        if is_ending or is_last or (every is not None and progress.step % every == 0):
             self.save(progress)
         if is_ending or is_last:
             saver.wait()
@@ -154,7 +153,7 @@ class Checkpoints:
     def _found(self) -> Found | None:
         options = self._options
         if options.resume is None:
-            if options.every is not None:
+            if is_saving(options):
                 self._team.first("checkpoint.save", lambda: refuse_earlier(self._save))
             return None
         if options.resume != AUTO:

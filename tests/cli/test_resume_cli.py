@@ -35,13 +35,14 @@ def test_a_resumed_run_sees_the_samples_and_has_the_losses_of_one_that_was_not_s
     assert (state.iteration, state.consumed_samples, state.vocab_size) == (2, 8, 257)
     assert state.other["config"]["run"]["name"] == "whole"
 
-    resume = f"checkpoint.resume={saved / 'iter_0000002'}"
-    again = hp_muon("train", *common, resume, "run.name=again", folder=tmp_path, timeout=120)
+    goes_on = [f"checkpoint.resume={saved / 'iter_0000002'}", f"checkpoint.save={tmp_path / 'last'}", "run.name=again"]
+    again = hp_muon("train", *TINY, "run.steps=4", *goes_on, folder=tmp_path, timeout=120)
     assert again.returncode == 0, again.stderr
     assert "step 2, 8 samples seen" in again.stderr
     wanted = {key: loss for key, loss in _losses(outputs / "whole").items() if key[0] > 2}
     assert _losses(outputs / "again") == wanted
     assert len(wanted) == 3
+    assert (iterations(tmp_path / "last"), read_tracker(tmp_path / "last")) == ([4], 4)  # of its last step alone
 
     refused = hp_muon("train", *common, "run.name=whole", folder=tmp_path)
     assert refused.returncode == 2

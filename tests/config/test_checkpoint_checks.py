@@ -27,6 +27,7 @@ def test_what_would_have_no_effect_is_refused(options: Checkpoint, name: str) ->
     [
         Checkpoint(),
         Checkpoint(every=10, keep=2, asynchronous=True, on_interrupt=True, resume="auto"),
+        Checkpoint(save="x", keep=2, asynchronous=True, on_interrupt=True),
         Checkpoint(resume="x", load_optimizer=False, load_random=False, load_position=False),
     ],
 )

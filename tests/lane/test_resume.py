@@ -27,7 +27,8 @@ def _moe(topology: Topology, dp: HpFsdp | None = None, **values: object) -> Trai
 
 
 def _at(config: Train, save: Path, **options: object) -> Train:
-    return replace(config, checkpoint=Checkpoint(save=str(save), **options))  # type: ignore[arg-type]
+    where = {"save": str(save)} if "every" in options or options.get("resume") == "auto" else {}
+    return replace(config, checkpoint=Checkpoint(**where, **options))  # type: ignore[arg-type]
 
 
 def _leg(ranks: int, config: Train, save: Path, stop: int) -> Outcome:
