@@ -53,6 +53,8 @@ class BoxIndex:
 
     def meeting(self, box: Box) -> list[int]:
         """Indices of the boxes that share an element with ``box``."""
+        if len(self._boxes) == 1:
+            return [0] if self._boxes[0].meets(box) else []
         start = np.array(box.offsets, dtype=np.int64)
         end = start + np.array(box.sizes, dtype=np.int64)
         found = ((self._starts < end) & (self._ends > start)).all(axis=1)

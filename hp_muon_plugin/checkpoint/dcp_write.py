@@ -16,6 +16,7 @@ import torch
 
 from hp_muon_plugin.checkpoint import torch_archive_write
 from hp_muon_plugin.checkpoint.boxes import Box, overlapping
+from hp_muon_plugin.checkpoint.hashing import AT_ONCE_BYTES
 from hp_muon_plugin.errors import CheckpointError
 
 
@@ -154,16 +155,27 @@ class DcpWriter:
             self._number += 1
             self._file = open(self._folder / self._name, "xb", buffering=0)  # noqa: SIM115
             self._at = 0
-        start = self._at
+        start, small = self._at, bytearray()
         for part in parts:
-            view = memoryview(part)
-            while view:
-                written = self._file.write(view)
-                view = view[written:]
-            self._at += len(part)
-            if self._written is not None:
-                self._written(self._name, part)
+            if len(part) < AT_ONCE_BYTES:
+                small += part
+            else:
+                self._put(small)
+                self._put(part)
+                small = bytearray()
+        self._put(small)
         return self._name, start, self._at - start
+
+    def _put(self, content: bytes | bytearray | memoryview) -> None:
+        assert self._file is not None
+        view = memoryview(content)
+        if not view:
+            return
+        if self._written is not None:
+            self._written(self._name, view)
+        self._at += len(view)
+        while view:
+            view = view[self._file.write(view) :]
 
     @property
     def _name(self) -> str:

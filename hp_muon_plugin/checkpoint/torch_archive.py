@@ -20,6 +20,7 @@ from hp_muon_plugin.errors import CheckpointError
 MAGIC = b"PK\x03\x04"
 _LOCAL = struct.Struct("<26xHH")  # of a local file header: lengths of name and extra field
 _MAX_DIRECTORY = 2**28
+_EDGE = 4096  # bytes of either end of an archive: there an archive of one tensor has all but the tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +39,12 @@ class Located:
 
 
 class _Window(io.RawIOBase):
-    """A part of a file as a file."""
+    """A part of a file as a file. Its ends are read once: they are asked for in a dozen small pieces."""
 
     def __init__(self, files: Files, file: str, start: int, length: int, what: str) -> None:
         self._files, self._file, self._start, self._length, self._what = files, file, start, length, what
         self._at = 0
+        self._ends: dict[int, bytes] = {}  # by first byte
 
     def readable(self) -> bool:
         return True
@@ -62,9 +64,20 @@ class _Window(io.RawIOBase):
         count = left if size < 0 else min(size, left)
         if count > _MAX_DIRECTORY:
             raise zipfile.BadZipFile("a description of more than 256 MiB")
-        found = self._files.read(self._file, self._start + self._at, count, self._what)
+        found = self.bytes_at(self._at, count)
         self._at += count
         return found
+
+    def bytes_at(self, first: int, count: int) -> bytes:
+        """Bytes of the window, from what is known of its ends where they lie there."""
+        tail = max(0, self._length - _EDGE)
+        if first + count <= self._length and (first >= tail or first + count <= _EDGE):
+            begin = tail if first >= tail else 0
+            if begin not in self._ends:
+                length = min(_EDGE, self._length)
+                self._ends[begin] = self._files.read(self._file, self._start + begin, length, self._what)
+            return self._ends[begin][first - begin : first - begin + count]
+        return self._files.read(self._file, self._start + first, count, self._what)
 
 
 class Archive:
@@ -88,9 +101,9 @@ class Archive:
         self._files, self._file, self._start, self._what = files, file, start, what
         self._where = f"{files.folder / file}" + (f" ({what})" if what else "")
         length = files.size(file, what) - start if length is None else length
-        window = _Window(files, file, start, length, what)
+        self._window = _Window(files, file, start, length, what)
         try:
-            with zipfile.ZipFile(window) as archive:
+            with zipfile.ZipFile(self._window) as archive:
                 self._entries = {info.filename: info for info in archive.infolist()}
                 pickles = [name for name in self._entries if name.endswith("/data.pkl")]
                 if len(pickles) != 1:
@@ -120,7 +133,7 @@ class Archive:
         needed = stored.numel * stored.dtype.itemsize
         if entry is None or entry.compress_type != zipfile.ZIP_STORED or entry.file_size < needed:
             raise CheckpointError(f"{self._where} is damaged: storage {stored.key} is missing, short or compressed")
-        header = self._files.read(self._file, self._start + entry.header_offset, 30, self._what)
+        header = self._window.bytes_at(entry.header_offset, 30)
         if header[:4] != MAGIC:
             raise CheckpointError(f"{self._where} is damaged: no header where storage {stored.key} begins")
         name, extra = _LOCAL.unpack(header)

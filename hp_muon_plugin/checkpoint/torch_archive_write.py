@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from hp_muon_plugin.checkpoint.hashing import AT_ONCE_BYTES
 from hp_muon_plugin.checkpoint.torch_archive import raw_bytes
 
 _ALIGNMENT = 64
@@ -84,7 +85,8 @@ def tensor_parts(tensor: torch.Tensor, pool: Executor) -> Iterator[bytes | memor
         ("archive/version", b"3\n"),
         ("archive/data/0", raw_bytes(tensor) if tensor.numel() else b""),
     ]
-    checksum = pool.submit(zlib.crc32, entries[-1][1])
+    content = entries[-1][1]
+    checksum = pool.submit(zlib.crc32, content) if len(content) >= AT_ONCE_BYTES else None
     directory: list[bytes] = []
     at = 0
     for name, payload in entries:
@@ -95,7 +97,8 @@ def tensor_parts(tensor: torch.Tensor, pool: Executor) -> Iterator[bytes | memor
         )
         yield head
         yield payload
-        crc, length = checksum.result() if payload is entries[-1][1] else zlib.crc32(payload), len(payload)
+        crc = checksum.result() if checksum is not None and payload is content else zlib.crc32(payload)
+        length = len(payload)
         sums = _SUMS.pack(0x08074B50, crc, length, length)
         yield sums
         directory.append(

@@ -50,11 +50,12 @@ class HpSource:
                 problems.append(f"{path}: {name} of the manifest is not in the files, or of another shape or dtype")
         if problems:
             raise CheckpointError("\n".join(problems))
+        self._infos = self._manifest.parameters()
         self._state: RunState | None = None
 
     def tensors(self) -> Mapping[Key, Info]:
         """As :class:`Source`."""
-        return self._manifest.parameters()
+        return self._infos
 
     def read(self, key: Key, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """As :class:`Source`."""
