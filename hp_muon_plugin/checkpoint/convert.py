@@ -3,7 +3,6 @@
 import json
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +15,7 @@ from hp_muon_plugin.checkpoint import formats, placing
 from hp_muon_plugin.checkpoint.canonical import Key, Kind, Source, Target, Writer
 from hp_muon_plugin.checkpoint.folders import write_durably
 from hp_muon_plugin.checkpoint.hashing import HashingSource, pieces
-from hp_muon_plugin.checkpoint.verify import Difference, first_difference, masters, sampled_masters
+from hp_muon_plugin.checkpoint.verify import Difference, first_difference, masters, read_again, sampled_masters
 from hp_muon_plugin.errors import CheckpointError, ConfigError, VerifyError
 
 REPORT = "conversion.json"
@@ -153,7 +152,7 @@ def convert(
         found: The plan.
         dst: Destination as the user names it.
         budget: Bytes of tensors in memory at any time, about.
-        jobs: Threads that hash.
+        jobs: Threads that read the output again.
         drop: Whether to go on although something is lost.
         force: Whether to replace a checkpoint that is there.
         progress: Told how far it is.
@@ -177,13 +176,15 @@ def convert(
     place = placing.destination(dst, state.iteration, is_tracked=formats.FORMATS[found.to].is_tracked)
     placing.check(place, found.source.path, found.nbytes, force=force)
     report = Report(nbytes=found.nbytes, folder=place.final)
-    with ThreadPoolExecutor(max(1, jobs), "hash") as pool, placing.placed(place, progress.note) as folder:
-        source = HashingSource(found.source, pool, budget)
+    with placing.placed(place, progress.note) as folder:
+        source = HashingSource(found.source, budget)
         progress.begin("write", found.nbytes)
         found.writer.write(source, folder, found.target, progress.advance, budget)
         progress.begin("verify", found.nbytes)
         with _opened(folder, found.to) as output:
-            _verify(source, HashingSource(output, pool, budget), report, progress, bool(found.losses))
+            again = HashingSource(output, budget // max(1, jobs))
+            refuse(source, _masters_that_differ(source, read_again(again, source.tensors(), jobs, progress.advance)))
+            _verify(source, again, report, bool(found.losses))
         report.seconds = time.monotonic() - started
         report.body = _body(found, report)
         write_durably(folder / REPORT, json.dumps(report.body, indent=1))
@@ -202,19 +203,23 @@ def _opened(folder: Path, to: str) -> Iterator[Source]:
         output.close()
 
 
-def _verify(source: HashingSource, output: HashingSource, report: Report, progress: Progress, is_lossy: bool) -> None:
+def _masters_that_differ(source: HashingSource, found: list[Difference]) -> list[Difference]:
+    """Masters of the output are as good as the source's: their bytes turn out to be equal, and are in memory still."""
+    copies = getattr(source, "copies", None)
+    has_copies = copies is not None and any(True for _ in copies())
+    return found or (list(masters(source, source.piece_bytes)) if has_copies else [])
+
+
+def _verify(source: HashingSource, output: HashingSource, report: Report, is_lossy: bool) -> None:
     infos, outputs = source.tensors(), output.tensors()
-    _check_masters(source, output)  # reads them in order, which hashes them on the way
     for key, info in infos.items():
         report.tensors[str(key)] = source.digest(key)
         if key not in outputs:
             report.dropped.append(str(key))
             continue
         if outputs[key] == info and output.digest(key) == report.tensors[str(key)]:
-            progress.advance(info.nbytes)
             continue
         report.changed[str(key)] = _changed(source, output, key)
-        progress.advance(info.nbytes)
     extra = [key for key in outputs if key not in infos and key.kind not in (Kind.main, Kind.weight)]
     if extra:
         raise VerifyError(f"the output holds {extra[0]}, which the source has not")
@@ -264,14 +269,6 @@ def _momentum_scale(source: HashingSource, output: HashingSource, key: Key) -> f
     if not isinstance(decay, int | float):
         return 1.0
     return 1.0 - float(decay) if after == "average" else 1.0 / (1.0 - float(decay))
-
-
-def _check_masters(source: HashingSource, output: HashingSource) -> None:
-    """Compare all masters with all weights, in the output: its bytes are in memory still, and equal to the source's."""
-    refuse(source, list(masters(output, output.piece_bytes)))
-    copies = getattr(source, "copies", None)
-    if copies is not None and any(True for _ in copies()):
-        refuse(source, list(masters(source, source.piece_bytes)))
 
 
 def _body(found: Plan, report: Report) -> dict[str, Any]:

@@ -1,12 +1,13 @@
 """Comparing checkpoints tensor by tensor, whatever their formats, and a checkpoint with itself."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 
 from hp_muon_plugin.checkpoint.canonical import Info, Key, Kind, Source
-from hp_muon_plugin.checkpoint.hashing import PIECE_BYTES, pieces
+from hp_muon_plugin.checkpoint.hashing import PIECE_BYTES, HashingSource, pieces
 
 Count = Callable[[int], None]
 
@@ -35,18 +36,7 @@ def masters(source: Source, piece: int = PIECE_BYTES) -> Iterator[Difference]:
         piece: Bytes to read at a time.
     """
     infos = source.tensors()
-    for key, info in infos.items():
-        if key.kind != Kind.main:
-            continue
-        weight = Key(key.name, Kind.weight)
-        if weight not in infos:
-            continue
-        for start, stop in pieces(info, piece):
-            main, stored = source.read(key, start, stop), source.read(weight, start, stop)
-            found = first_difference(main.to(stored.dtype), stored, start)
-            if found:
-                yield Difference(key, f"rounded, it is not the stored weight: {found}")
-                break
+    yield from filter(None, (master_difference(source, key.name, piece) for key in infos if key.kind == Kind.main))
     copies = getattr(source, "copies", None)
     for name in copies() if copies else ():
         key = Key(name, Kind.weight)
@@ -56,6 +46,56 @@ def masters(source: Source, piece: int = PIECE_BYTES) -> Iterator[Difference]:
             if found:
                 yield Difference(Key(name, Kind.main), f"the optimizer's copy is not the weight: {found}")
                 break
+
+
+def master_difference(source: Source, name: str, piece: int = PIECE_BYTES) -> Difference | None:
+    """Where the float32 master of one parameter does not round to the stored weight; None if it does, or is not there.
+
+    Args:
+        source: The checkpoint.
+        name: Of the parameter.
+        piece: Bytes to read at a time.
+    """
+    infos, key, weight = source.tensors(), Key(name, Kind.main), Key(name, Kind.weight)
+    if key not in infos or weight not in infos:
+        return None
+    for start, stop in pieces(infos[key], piece):
+        main, stored = source.read(key, start, stop), source.read(weight, start, stop)
+        found = first_difference(main.to(stored.dtype), stored, start)
+        if found:
+            return Difference(key, f"rounded, it is not the stored weight: {found}")
+    return None
+
+
+def read_again(output: HashingSource, wanted: Mapping[Key, Info], jobs: int, count: Count) -> list[Difference]:
+    """Read what was written, hash it, and compare all its masters with its weights.
+
+    Args:
+        output: The new checkpoint; afterwards its digests are known.
+        wanted: Tensors of the source. Those of the output that have another shape or type are not hashed.
+        jobs: Threads that read; each holds pieces of its own.
+        count: Called with the bytes of each parameter that was read.
+
+    Returns:
+        Masters that do not belong to their weights.
+    """
+    infos, keys = output.tensors(), dict[str, list[Key]]()
+    for key in infos:
+        keys.setdefault(key.name, []).append(key)
+
+    def read(name: str) -> Difference | None:
+        found = master_difference(output, name, output.piece_bytes)
+        for key in keys[name]:
+            if wanted.get(key) == infos[key]:
+                output.digest(key)
+        return found
+
+    found = []
+    with ThreadPoolExecutor(max(1, jobs), "verify") as pool:
+        for name, difference in zip(keys, pool.map(read, keys), strict=True):
+            found += [difference] if difference else []
+            count(sum(infos[key].nbytes for key in keys[name]))
+    return found
 
 
 def sampled_masters(source: Source) -> Iterator[Difference]:
