@@ -82,7 +82,10 @@ def _bad_step(launch: Launch, precision: Precision, dp: HpFsdp) -> Any:
 
 @pytest.mark.parametrize(
     ("precision", "dp"),
-    [(Precision.fp32, HpFsdp(replicas=2, outer=OuterMode.shard)), (Precision.bf16, HpFsdp())],
+    [
+        (Precision.fp32, HpFsdp(replicas=2, outer=OuterMode.shard)),
+        pytest.param(Precision.bf16, HpFsdp(), marks=pytest.mark.once),
+    ],
     ids=["fp32-hsdp", "bf16-fsdp"],
 )
 def test_a_nan_in_one_shard_skips_the_step_everywhere(precision: Precision, dp: HpFsdp) -> None:
@@ -142,6 +145,7 @@ def _counted(launch: Launch, config: Train) -> Any:
     return layouts, sum(slots.values()), arriving
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     "dp",
     [HpFsdp(prefetch=0), HpFsdp(replicas=2, outer=OuterMode.replicate), HpFsdp(shard_accumulated=True)],

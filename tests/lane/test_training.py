@@ -46,10 +46,10 @@ def _train(launch: Launch, train: Train, folder: str) -> Any:
     ("model", "ranks", "topology", "optimizer", "precision"),
     [
         (moe(), 2, Topology(ep=2), None, Precision.fp32),
-        (moe(), 2, Topology(), None, Precision.bf16),
-        (dense(), 2, Topology(pp=2), None, Precision.fp32),
+        pytest.param(moe(), 2, Topology(), None, Precision.bf16, marks=pytest.mark.once),
+        pytest.param(dense(), 2, Topology(pp=2), None, Precision.fp32, marks=pytest.mark.once),
         (dense(), 2, Topology(tp=2, sequence_parallel=True), None, Precision.bf16),
-        (moe(), 2, Topology(ep=2), AdamW(lr=3e-3), Precision.fp32),
+        pytest.param(moe(), 2, Topology(ep=2), AdamW(lr=3e-3), Precision.fp32, marks=pytest.mark.once),
     ],
     ids=["moe-ep2", "moe-dp2-bf16", "dense-pp2", "dense-tp2sp-bf16", "moe-ep2-adamw"],
 )
@@ -75,6 +75,7 @@ def test_loss_falls_on_real_text(
     assert list((tmp_path / "run" / "tensorboard").glob("events.*"))
 
 
+@pytest.mark.once
 def test_samples_of_a_step_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
     losses = {}
     for ranks in (1, 2, 4):
@@ -85,6 +86,7 @@ def test_samples_of_a_step_do_not_depend_on_the_number_of_ranks(tmp_path: Path) 
         assert losses[ranks][1][5] == pytest.approx(losses[1][1][5], rel=1e-5)
 
 
+@pytest.mark.once
 def test_a_run_repeats_itself_bit_for_bit(tmp_path: Path) -> None:
     train = config(tmp_path, moe(), Topology(ep=2), run__steps=6)
     first = run_ranks(2, _train, train, str(tmp_path / "a"))
