@@ -41,6 +41,8 @@ def run(arguments: list[str]) -> int:
     except (HpMuonError, RunError) as error:
         print(f"hp-muon: {error}", file=sys.stderr)
         return _REFUSED
+    except BrokenPipeError:
+        raise  # as after `| head`, which main() knows
     except OSError as error:  # a file that cannot be read, a folder that cannot be written: the system says which
         place = f"{error.filename}: " if error.filename else ""
         print(f"hp-muon: {place}{error.strerror or error}", file=sys.stderr)
@@ -101,6 +103,7 @@ def _add_convert(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--drop", action="store_true", help="go on although the target cannot hold everything")
     parser.add_argument("--force", action="store_true", help="replace a checkpoint that is there")
     parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
+    parser.add_argument("--all", action="store_true", help="a line of the plan for every layer and expert")
     parser.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="of one format; may repeat")
     parser.set_defaults(run=_convert)
 
@@ -131,7 +134,7 @@ def _convert(options: argparse.Namespace) -> int:
             source.state().vocab_size = _vocabulary(options.vocab_size, source)
         found = convert.plan(source, options.to, _target(options, source, budget))
         if options.dry_run:
-            for line in plan_lines(found):
+            for line in plan_lines(found, collapsed=not options.all):
                 print(line)
             return 0
         with progress() as shown:

@@ -8,22 +8,29 @@ from hp_muon_plugin.checkpoint.canonical import Info, Kind, Source
 from hp_muon_plugin.checkpoint.convert import Plan, Report
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_INDEX = re.compile(r"(?<=\[)\d+(, \d+)*(?=\]$)")  # in a stack of layers or experts
 _MODEL_SHOWN = ("layers", "sharding", "tied")
 
 
-def plan_lines(found: Plan) -> Iterator[str]:
+def plan_lines(found: Plan, *, collapsed: bool) -> Iterator[str]:
     """Every tensor of the source with where it comes from and where it goes, then what is lost.
 
     Args:
         found: The plan.
+        collapsed: Whether layers and experts that go alike share a line.
     """
     source, writer = found.source, found.writer
     came = getattr(source, "sources", str)
     where = getattr(writer, "where", None)
     goes = where(source, found.target) if where else {key: str(key) for key in source.tensors()}
     yield f"{source.path} ({source.format}) -> {found.to}: {len(source.tensors())} tensors, {_size(found.nbytes)}"
+    alike: dict[str, list[str]] = {}
     for key in source.tensors():
-        yield f"  {came(key)} -> {goes.get(key) or 'lost'}"
+        both = came(key), goes.get(key) or "lost"
+        pattern = [_INDEX.sub("*", _NUMBER.sub("*", text)) if collapsed else text for text in both]
+        alike.setdefault(f"  {' -> '.join(pattern)}", []).append(f"  {' -> '.join(both)}")
+    for line, lines in alike.items():
+        yield lines[0] if len(lines) == 1 else f"{line} ({len(lines)})"
     yield from (f"lost: {line}" for line in found.losses)
     if found.losses:
         yield "the conversion needs --drop"

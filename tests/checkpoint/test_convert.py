@@ -176,6 +176,18 @@ def test_two_conversions_to_one_folder_do_not_meet(tmp_path: Path) -> None:
     assert names((tmp_path / "dst").iterdir()) == ["iter_0000007", "latest_checkpointed_iteration.txt"]
 
 
+def test_the_reader_of_a_table_may_leave(tmp_path: Path) -> None:
+    """As in `hp-muon ckpt inspect SRC | head -1`: it said `Broken pipe`."""
+    fixture = unpacked(NAME, tmp_path) / "ckpt"
+    command = [sys.executable, "-m", "hp_muon_plugin.cli.main", "ckpt", "inspect", str(fixture)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    assert process.stderr.read() == b""
+    assert process.wait(timeout=60) == 141  # as if SIGPIPE had ended it
+
+
 def test_losses_are_listed_and_need_a_yes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """No random state of the second tensor-parallel rank in the source."""
     fixture = unpacked(NAME, tmp_path) / "ckpt"
@@ -183,7 +195,11 @@ def test_losses_are_listed_and_need_a_yes(tmp_path: Path, capsys: pytest.Capture
     assert run([*command, "--dry-run"]) == 0
     out = capsys.readouterr().out
     assert "lost: random state of (pipeline, tensor) ranks (0, 1)" in out
-    assert "decoder.layers.mlp.linear_fc1.weight[1] -> decoder.layers.mlp.linear_fc1.weight[1]" in out
+    assert "\n  decoder.layers.mlp.linear_fc1.weight[*] -> decoder.layers.mlp.linear_fc1.weight[*] (2)\n" in out
+    assert run([*command, "--dry-run", "--all"]) == 0
+    every = capsys.readouterr().out
+    assert "\n  decoder.layers.mlp.linear_fc1.weight[1] -> decoder.layers.mlp.linear_fc1.weight[1]\n" in every
+    assert len(every.splitlines()) > len(out.splitlines())
     assert run(command) == 2
     assert "random state of (pipeline, tensor) ranks (0, 1)" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
