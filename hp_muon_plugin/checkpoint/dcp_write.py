@@ -7,8 +7,9 @@ has, so a tensor larger than memory is written as many.
 import io
 import os
 import pickle
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,27 +17,55 @@ import torch
 
 from hp_muon_plugin.checkpoint import torch_archive_write
 from hp_muon_plugin.checkpoint.boxes import Box, overlapping
-from hp_muon_plugin.checkpoint.hashing import AT_ONCE_BYTES
+from hp_muon_plugin.checkpoint.hashing import Room
 from hp_muon_plugin.errors import CheckpointError
+
+WAITING_BYTES = 2**26
+"""What may wait for a thread to write it."""
+_AT_ONCE_BYTES = 2**16  # less is written where it is: handing it to another thread takes longer
+_SYNC_BYTES = 2**27  # the disk begins with each so many bytes while the next are written
+
+Buffer = bytes | memoryview
+Parts = tuple[Buffer, ...]
+
+
+class _Bytes:
+    """Bytes that are written as they are, as :class:`~hp_muon_plugin.checkpoint.torch_archive_write.TensorArchive`."""
+
+    def __init__(self, content: bytes) -> None:
+        self._content = content
+        self.nbytes = len(content)
+
+    def parts(self) -> Parts:
+        return (self._content,)
 
 
 class DcpWriter:
     """Writes a folder; :meth:`close` makes it whole. As a context, it stays without metadata after an error.
 
+    Where each chunk goes is known at once; two threads compute checksums and write, while the next chunk is read.
+
     Args:
         folder: An empty folder.
         shard_bytes: A file is closed when it holds this much.
-        written: Called with the name of a file and the bytes appended to it.
+        written: Called in the order of the file with its name, what will give the bytes of one item, and their number.
+        waiting_bytes: Bytes of chunks that may wait to be written.
     """
 
     def __init__(
         self,
         folder: Path,
         shard_bytes: int = 4 * 2**30,
-        written: Callable[[str, bytes | memoryview], None] | None = None,
+        written: Callable[[str, "Future[Parts]", int], None] | None = None,
+        waiting_bytes: int = WAITING_BYTES,
     ) -> None:
         self._written = written
-        self._pool = ThreadPoolExecutor(1, "checksum")
+        self._pool = ThreadPoolExecutor(2, "write")
+        self._syncs = ThreadPoolExecutor(1, "sync")
+        self._room = Room(waiting_bytes)
+        self._pending: deque[Future[Parts]] = deque()
+        self._syncing: list[Future[None]] = []
+        self._synced = 0
         self._folder = folder
         self._shard_bytes = shard_bytes
         self._file: io.FileIO | None = None
@@ -63,14 +92,14 @@ class DcpWriter:
 
         Args:
             key: A declared tensor.
-            chunk: Contiguous, on the CPU, of the tensor's rank; not changed.
+            chunk: Contiguous, on the CPU, of the tensor's rank. It must not be changed before :meth:`close`.
             offsets: Where it begins.
         """
         _, dtype, boxes, pieces = self._tensors[key]
         assert chunk.dtype == dtype, key
         assert len(offsets) == chunk.dim(), key
         boxes.append(Box(tuple(offsets), tuple(chunk.shape)))
-        pieces.append(self._append(torch_archive_write.tensor_parts(chunk, self._pool)))
+        pieces.append(self._append(torch_archive_write.TensorArchive(chunk)))
 
     def add(self, key: str, value: torch.Tensor) -> None:
         """Declare and write a whole tensor.
@@ -92,7 +121,7 @@ class DcpWriter:
         self._assert_new(key)
         buffer = io.BytesIO()
         torch.save(value, buffer)
-        self._objects[key] = self._append([buffer.getvalue()])
+        self._objects[key] = self._append(_Bytes(buffer.getvalue()))
 
     def close(self, planner_data: dict[str, Any] | None = None, extra: dict[str, Any] | None = None) -> None:
         """Check that every element was written once, and write ``.metadata``.
@@ -105,7 +134,7 @@ class DcpWriter:
             CheckpointError: If a tensor has a hole, or elements that were written twice.
         """
         self._finish_file()
-        self._pool.shutdown()
+        self._shut_down()
         for key, (shape, _, boxes, _) in self._tensors.items():
             full = [box for box in boxes if box.numel]
             missing = torch.Size(shape).numel() - sum(box.numel for box in full)
@@ -124,9 +153,13 @@ class DcpWriter:
 
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is not None:
-            self._pool.shutdown()
+            self._shut_down()
             if self._file is not None:
                 self._file.close()
+
+    def _shut_down(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+        self._syncs.shutdown(cancel_futures=True)
 
     def _assert_new(self, key: str) -> None:
         assert key not in self._tensors, key
@@ -148,44 +181,64 @@ class DcpWriter:
             places[dcp.MetadataIndex(key)] = _StorageInfo(*piece)
         return dcp.Metadata(described, planner_data=planner_data, storage_data=places)
 
-    def _append(self, parts: Iterable[bytes | memoryview]) -> tuple[str, int, int]:
+    def _append(self, item: torch_archive_write.TensorArchive | _Bytes) -> tuple[str, int, int]:
         if self._file is not None and self._at >= self._shard_bytes:
             self._finish_file()
         if self._file is None:
             self._number += 1
             self._file = open(self._folder / self._name, "xb", buffering=0)  # noqa: SIM115
-            self._at = 0
-        start, small = self._at, bytearray()
-        for part in parts:
-            if len(part) < AT_ONCE_BYTES:
-                small += part
-            else:
-                self._put(small)
-                self._put(part)
-                small = bytearray()
-        self._put(small)
-        return self._name, start, self._at - start
-
-    def _put(self, content: bytes | bytearray | memoryview) -> None:
-        assert self._file is not None
-        view = memoryview(content)
-        if not view:
-            return
+            self._at = self._synced = 0
+        start, handle = self._at, self._file.fileno()
+        self._at += item.nbytes
+        future: Future[Parts] = Future()
+        if item.nbytes < _AT_ONCE_BYTES:
+            future.set_result(self._store(handle, start, item))
+        else:
+            self._room.take(item.nbytes)
+            future = self._pool.submit(self._store_in_thread, handle, start, item)
+        self._pending.append(future)
+        while self._pending and self._pending[0].done():
+            self._pending.popleft().result()
         if self._written is not None:
-            self._written(self._name, view)
-        self._at += len(view)
-        while view:
-            view = view[self._file.write(view) :]
+            self._written(self._name, future, item.nbytes)
+        if self._at >= self._synced + _SYNC_BYTES:
+            self._synced = self._at
+            self._syncing.append(self._syncs.submit(getattr(os, "fdatasync", os.fsync), handle))
+        return self._name, start, item.nbytes
+
+    def _store_in_thread(self, handle: int, start: int, item: torch_archive_write.TensorArchive | _Bytes) -> Parts:
+        try:
+            return self._store(handle, start, item)
+        finally:
+            self._room.give(item.nbytes)
+
+    def _store(self, handle: int, start: int, item: torch_archive_write.TensorArchive | _Bytes) -> Parts:
+        """Write an item at its place. Returns its parts if somebody wants to hash them."""
+        parts: Parts = item.parts()
+        left = [memoryview(part) for part in parts if len(part)]
+        while left:
+            count = os.pwritev(handle, left, start)
+            start += count
+            while left and count >= len(left[0]):
+                count -= len(left.pop(0))
+            if count:
+                left[0] = left[0][count:]
+        return parts if self._written is not None else ()
 
     @property
     def _name(self) -> str:
         return f"__0_{self._number}.distcp"
 
     def _finish_file(self) -> None:
-        if self._file is not None:
-            os.fsync(self._file.fileno())
-            self._file.close()
-            self._file = None
+        if self._file is None:
+            return
+        while self._pending:
+            self._pending.popleft().result()
+        while self._syncing:
+            self._syncing.pop().result()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._file = None
 
 
 def row_pieces(shape: Sequence[int], itemsize: int, limit: int) -> list[tuple[int, int]]:

@@ -1,8 +1,7 @@
-"""Hashes: of canonical tensors while they are read, of files in a thread while they are written."""
+"""Hashes of canonical tensors, computed while they are read."""
 
 import threading
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,53 +17,6 @@ PIECE_BYTES = 16 * 2**20
 
 HASH = xxhash.xxh3_128
 """Of tensors, to find damage: 22 GB/s a core here where SHA-256 has 1.8, and a conversion needs it twice."""
-
-
-AT_ONCE_BYTES = 2**16
-"""Fewer are worked on where they are: handing them to another thread takes longer."""
-
-
-class Digest:
-    """Hash of bytes that come in order; the work is done by a pool, unless it is little.
-
-    Args:
-        pool: Runs the updates.
-        room: Bounds the bytes that wait.
-        new: Makes the hash, as those of :mod:`hashlib`.
-    """
-
-    def __init__(self, pool: ThreadPoolExecutor, room: "Room", new: Callable[[], Any]) -> None:
-        self._pool = pool
-        self._room = room
-        self._hash = new()
-        self._last: Future[None] | None = None
-
-    def update(self, data: memoryview | bytes) -> None:
-        """Add bytes. They must not change until the digest is asked for.
-
-        Args:
-            data: The bytes.
-        """
-        if len(data) < AT_ONCE_BYTES and (self._last is None or self._last.done()):
-            self._hash.update(data)
-            return
-        self._room.take(len(data))
-        self._last = self._pool.submit(self._add, self._last, data)
-
-    def hexdigest(self) -> str:
-        """The digest of all bytes."""
-        if self._last is not None:
-            self._last.result()
-        found: str = self._hash.hexdigest()
-        return found
-
-    def _add(self, before: "Future[None] | None", data: memoryview | bytes) -> None:
-        try:
-            if before is not None:
-                before.result()
-            self._hash.update(data)
-        finally:
-            self._room.give(len(data))
 
 
 class Room:

@@ -5,14 +5,11 @@ import pickle
 import struct
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterator
-from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from hp_muon_plugin.checkpoint.hashing import AT_ONCE_BYTES
 from hp_muon_plugin.checkpoint.torch_archive import raw_bytes
 
 _ALIGNMENT = 64
@@ -21,6 +18,7 @@ MAX_BYTES = 2**32 - 2**20
 _LOCAL = struct.Struct("<IHHHHHIIIHH")
 _CENTRAL = struct.Struct("<IHHHHHHIIIHHHHHII")
 _SUMS = struct.Struct("<IIII")
+_CONTENT = "archive/data/0"
 _SUMS_FOLLOW = 8  # flag: checksum and sizes stand behind the payload
 _END = struct.Struct("<IHHHHIIH")
 STORAGES = {
@@ -63,50 +61,61 @@ class _Pickler(pickle.Pickler):
 
 
 def is_writable(dtype: torch.dtype) -> bool:
-    """Whether :func:`tensor_parts` knows the dtype."""
+    """Whether :class:`TensorArchive` knows the dtype."""
     return dtype in STORAGES
 
 
-def tensor_parts(tensor: torch.Tensor, pool: Executor) -> Iterator[bytes | memoryview]:
-    """The archive of one tensor, in parts to be written one after another.
+class TensorArchive:
+    """The archive of one tensor, whose length is known before its checksum is: that may come later, in a thread.
 
     Args:
-        tensor: Contiguous, on the CPU, at most :data:`MAX_BYTES`. One part is its memory, uncopied.
-        pool: Computes the checksum of the memory while it is written.
+        tensor: Contiguous, on the CPU, at most :data:`MAX_BYTES`. Its memory is not copied.
 
-    Yields:
-        The parts. Their lengths together are the length of the archive.
+    Attributes:
+        nbytes: Length of the archive.
     """
-    described = io.BytesIO()
-    _Pickler(described, protocol=2).dump(_Described(tensor))
-    entries: list[tuple[str, bytes | memoryview]] = [
-        ("archive/data.pkl", described.getvalue()),
-        ("archive/byteorder", b"little"),
-        ("archive/version", b"3\n"),
-        ("archive/data/0", raw_bytes(tensor) if tensor.numel() else b""),
-    ]
-    content = entries[-1][1]
-    checksum = pool.submit(zlib.crc32, content) if len(content) >= AT_ONCE_BYTES else None
-    directory: list[bytes] = []
-    at = 0
-    for name, payload in entries:
-        padding = -(at + _LOCAL.size + len(name) + 4) % _ALIGNMENT
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        described = io.BytesIO()
+        _Pickler(described, protocol=2).dump(_Described(tensor))
+        self._content: bytes | memoryview = raw_bytes(tensor) if tensor.numel() else b""
+        self._head = bytearray()
+        self._directory: list[tuple[str, int, int, int]] = []
+        self._begin("archive/data.pkl")
+        self._small(described.getvalue())
+        self._begin("archive/byteorder")
+        self._small(b"little")
+        self._begin("archive/version")
+        self._small(b"3\n")
+        self._first = len(self._head)
+        self._begin(_CONTENT)
+        self.nbytes = len(self._head) + len(self._content) + len(self._tail(0))
+
+    def parts(self) -> tuple[bytes | memoryview, bytes | memoryview, bytes | memoryview]:
+        """What to write one after another; the second is the memory of the tensor. Computes its checksum."""
+        return bytes(self._head), self._content, self._tail(zlib.crc32(self._content))
+
+    def _begin(self, name: str) -> None:
+        """The header of an entry; its content comes at a multiple of 64 bytes, as torch writes it."""
+        padding = -(len(self._head) + _LOCAL.size + len(name) + 4) % _ALIGNMENT
         extra = struct.pack("<HH", 0x4246, padding) + b"Z" * padding  # the field that torch pads with
-        head = (
-            _LOCAL.pack(0x04034B50, 20, _SUMS_FOLLOW, 0, 0, 33, 0, 0, 0, len(name), len(extra)) + name.encode() + extra
-        )
-        yield head
-        yield payload
-        crc = checksum.result() if checksum is not None and payload is content else zlib.crc32(payload)
-        length = len(payload)
+        local = _LOCAL.pack(0x04034B50, 20, _SUMS_FOLLOW, 0, 0, 33, 0, 0, 0, len(name), len(extra))
+        self._at, self._name = len(self._head), name
+        self._head += local + name.encode() + extra
+
+    def _small(self, payload: bytes) -> None:
+        crc, length = zlib.crc32(payload), len(payload)
+        self._head += payload + _SUMS.pack(0x08074B50, crc, length, length)
+        self._directory.append((self._name, crc, length, self._at))
+
+    def _tail(self, crc: int) -> bytes:
+        length = len(self._content)
         sums = _SUMS.pack(0x08074B50, crc, length, length)
-        yield sums
-        directory.append(
-            _CENTRAL.pack(
-                *(0x02014B50, 20, 20, _SUMS_FOLLOW, 0, 0, 33, crc, length, length, len(name), 0, 0, 0, 0, 0, at)
-            )
+        entries = [*self._directory, (_CONTENT, crc, length, self._first)]
+        listed = b"".join(
+            _CENTRAL.pack(0x02014B50, 20, 20, _SUMS_FOLLOW, 0, 0, 33, crc, size, size, len(name), 0, 0, 0, 0, 0, at)
             + name.encode()
+            for name, crc, size, at in entries
         )
-        at += len(head) + length + len(sums)
-    listed = b"".join(directory)
-    yield listed + _END.pack(0x06054B50, 0, 0, len(entries), len(entries), len(listed), at, 0)
+        begin = len(self._head) + length + len(sums)
+        return sums + listed + _END.pack(0x06054B50, 0, 0, len(entries), len(entries), len(listed), begin, 0)

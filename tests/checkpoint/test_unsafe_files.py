@@ -5,7 +5,6 @@ import os
 import pickle
 import shutil
 import zipfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -156,12 +155,13 @@ def test_elements_written_twice_or_not_at_all_stop_the_writer(tmp_path: Path) ->
 
 
 def test_archives_are_whole_zip_files_that_torch_loads(tmp_path: Path) -> None:
-    from hp_muon_plugin.checkpoint.torch_archive_write import tensor_parts
+    from hp_muon_plugin.checkpoint.torch_archive_write import TensorArchive
 
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8):
         tensor = (torch.arange(21).view(3, 7) % 5).to(dtype)
-        with ThreadPoolExecutor(1) as pool:
-            raw = b"".join(bytes(part) for part in tensor_parts(tensor, pool))
+        archive = TensorArchive(tensor)
+        raw = b"".join(bytes(part) for part in archive.parts())
+        assert len(raw) == archive.nbytes
         assert zipfile.ZipFile(io.BytesIO(raw)).testzip() is None
         (tmp_path / "x.pt").write_bytes(raw)
         for mapped in (False, True):

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from hp_muon_plugin.checkpoint.canonical import Target
-from hp_muon_plugin.checkpoint.dcp_write import DcpWriter, row_pieces
+from hp_muon_plugin.checkpoint.dcp_write import WAITING_BYTES, DcpWriter, row_pieces
+from hp_muon_plugin.checkpoint.hashing import piece_bytes
 from hp_muon_plugin.checkpoint.lazy import Lazy
 
 
@@ -25,7 +26,7 @@ def dcp_tree(folder: Path, target: Target, count: Callable[[int], None], budget:
     Yields:
         The tree.
     """
-    with DcpWriter(folder, target.shard_bytes) as writer:
+    with DcpWriter(folder, target.shard_bytes, waiting_bytes=min(WAITING_BYTES, budget // 8)) as writer:
         tree = DcpTree(writer, count, budget)
         yield tree
         writer.close(tree.paths)
@@ -47,7 +48,7 @@ class DcpTree:
         self.paths: dict[str, tuple[Any, ...]] = {}
         self._writer = writer
         self._count = count
-        self._chunk_bytes = max(budget // 8, 2**20)
+        self._chunk_bytes = piece_bytes(budget)
 
     def tensor(self, path: tuple[Any, ...], value: Lazy) -> None:
         """Write a tensor, in as many chunks as memory asks for."""

@@ -2,17 +2,18 @@
 
 import hashlib
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from hp_muon_plugin.checkpoint.canonical import Info, Key, RunState, Source, Target
 from hp_muon_plugin.checkpoint.dcp_files import DcpFolder
-from hp_muon_plugin.checkpoint.dcp_write import DcpWriter
+from hp_muon_plugin.checkpoint.dcp_write import WAITING_BYTES, DcpWriter, Parts
 from hp_muon_plugin.checkpoint.folders import MANIFEST, write_durably
-from hp_muon_plugin.checkpoint.hashing import Digest, Room, piece_bytes, pieces
+from hp_muon_plugin.checkpoint.hashing import Room, piece_bytes, pieces
 from hp_muon_plugin.checkpoint.manifest import (
     FileInfo,
     Manifest,
@@ -115,8 +116,8 @@ class HpWriter:
     def write(self, source: Source, folder: Path, target: Target, count: Callable[[int], None], budget: int) -> None:
         """As :class:`~hp_muon_plugin.checkpoint.canonical.Writer`."""
         with ThreadPoolExecutor(1, "hash-files") as pool:
-            files = FileDigests(pool, budget // 4)
-            with DcpWriter(folder, target.shard_bytes, files.add) as writer:
+            files = FileDigests(pool, min(WAITING_BYTES, budget // 8))
+            with DcpWriter(folder, target.shard_bytes, files.add, min(WAITING_BYTES, budget // 8)) as writer:
                 manifest = self._write(source, writer, count, piece_bytes(budget))
                 writer.close()
             manifest = replace(manifest, files=files.infos() | {".metadata": hashed(folder / ".metadata")})
@@ -143,31 +144,39 @@ class FileDigests:
     """Hashes of files, computed while they are written.
 
     Args:
-        pool: Runs the hashing.
+        pool: One thread, which hashes what it is given in order.
         limit: Bytes that may wait.
     """
 
     def __init__(self, pool: ThreadPoolExecutor, limit: int) -> None:
         self._pool = pool
         self._room = Room(limit)
-        self._digests: dict[str, Digest] = {}
+        self._hashes: dict[str, Any] = {}
         self._sizes: dict[str, int] = {}
 
-    def add(self, file: str, data: bytes | memoryview) -> None:
+    def add(self, file: str, parts: "Future[Parts]", nbytes: int) -> None:
         """Bytes appended to a file.
 
         Args:
             file: Its name.
-            data: What was written; it does not change later.
+            parts: What is written; it does not change later.
+            nbytes: How much it is.
         """
-        if file not in self._digests:
-            self._digests[file] = Digest(self._pool, self._room, hashlib.sha256)
-        self._digests[file].update(data)
-        self._sizes[file] = self._sizes.get(file, 0) + len(data)
+        self._room.take(nbytes)
+        self._sizes[file] = self._sizes.get(file, 0) + nbytes
+        self._pool.submit(self._update, self._hashes.setdefault(file, hashlib.sha256()), parts, nbytes)
+
+    def _update(self, found: Any, parts: "Future[Parts]", nbytes: int) -> None:
+        try:
+            for part in parts.result():
+                found.update(part)
+        finally:
+            self._room.give(nbytes)
 
     def infos(self) -> dict[str, FileInfo]:
-        """Size and hash of every file."""
-        return {name: FileInfo(self._sizes[name], digest.hexdigest()) for name, digest in self._digests.items()}
+        """Size and hash of every file, all of which have been written without an error."""
+        self._pool.submit(int).result()  # the others have been done before
+        return {name: FileInfo(self._sizes[name], found.hexdigest()) for name, found in self._hashes.items()}
 
 
 def open_source(path: Path) -> HpSource:

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from hp_muon_plugin.checkpoint.canonical import Info, Key, Kind, Momentum, Source, Target
-from hp_muon_plugin.checkpoint.dcp_write import DcpWriter
+from hp_muon_plugin.checkpoint.dcp_write import WAITING_BYTES, DcpWriter
 from hp_muon_plugin.checkpoint.folders import write_durably
 from hp_muon_plugin.checkpoint.formats.legacy_plan import padded_rows
 from hp_muon_plugin.checkpoint.formats.torch_dist_common import (
@@ -82,7 +82,7 @@ class TorchDistWriter:
     def write(self, source: Source, folder: Path, target: Target, count: Callable[[int], None], budget: int) -> None:
         """As :class:`~hp_muon_plugin.checkpoint.canonical.Writer`."""
         sharding = sharding_of(source, target)
-        with DcpWriter(folder, target.shard_bytes) as writer:
+        with DcpWriter(folder, target.shard_bytes, waiting_bytes=min(WAITING_BYTES, budget // 8)) as writer:
             self._write_tensors(source, writer, target, sharding, count, piece_bytes(budget))
             self._write_objects(source, writer, target)
             writer.close()
