@@ -18,8 +18,8 @@ from hp_muon_plugin.errors import CheckpointError
 
 FORMATS = {"hf": "hf", "mg": "torch"}
 REFUSED = {
-    "num_layers_per_virtual_pipeline_stage": "virtual pipeline stages are read but not written",
-    "num_layer_list": "stages of unequal length are not written",
+    "num_layers_per_virtual_pipeline_stage": "hp-muon ckpt convert has --option virtual_pipeline_model_parallel_size",
+    "num_layer_list": "hp-muon ckpt convert has --option pipeline_model_parallel_layout",
     "noop_layers": "layers that do nothing are not written",
     "schedules_method": "only the usual order of stages is written",
     "save_lora_to_hf": "LoRA weights are not converted",
@@ -60,9 +60,6 @@ def translated(arguments: list[str]) -> list[str]:
     for name, why in REFUSED.items():
         if getattr(options, name) is not None:
             made.error(f"--{name.replace('_', '-')}: {why}; leave it out")
-    etp = options.expert_tensor_parallel_size
-    if etp is not None and etp != options.target_tensor_parallel_size:
-        made.error("--expert-tensor-parallel-size: experts are cut as dense layers are; leave it out")
     to = FORMATS[options.save_model_type]
     found = ["ckpt", "convert", options.load_dir, options.save_dir, "--to", to]
     if to == "torch":
@@ -71,6 +68,8 @@ def translated(arguments: list[str]) -> list[str]:
         found += ["--ep", str(options.target_expert_parallel_size)]
         found += ["--option", f"spec={'local' if options.transformer_impl == 'local' else 'te'}"]
         found += ["--option", f"experts={'grouped' if options.moe_grouped_gemm else 'separate'}"]
+        if options.expert_tensor_parallel_size is not None:
+            found += ["--option", f"expert_tensor_parallel_size={options.expert_tensor_parallel_size}"]
         if options.make_vocab_size_divisible_by is not None:
             found += ["--option", f"make_vocab_size_divisible_by={options.make_vocab_size_divisible_by}"]
     if options.vocab_size is not None:

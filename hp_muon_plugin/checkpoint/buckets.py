@@ -4,10 +4,9 @@ The buffers hold parameters in reverse order of registration, each at a multiple
 and name none of them. The place of every parameter is proved by its content: the rounded master is the stored weight.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hp_muon_plugin.checkpoint.megatron_names import registration_order
 from hp_muon_plugin.errors import CheckpointError
 
 ALIGNMENT = 64
@@ -28,11 +27,6 @@ class Slot:
 
 Matches = Callable[[str, Slot], bool]
 """Whether the elements at a place, rounded to the weight's dtype, are the stored weight of a name."""
-
-
-def reverse_registration(names: Iterable[str]) -> list[str]:
-    """Names in the order in which a buffer holds them."""
-    return sorted(names, key=registration_order, reverse=True)
 
 
 def aligned(offset: int) -> int:
@@ -63,8 +57,8 @@ def placed(
     position = 0
     for bucket, length in enumerate(lengths):
         offset = 0
-        while offset < length:
-            slot = Slot(bucket, aligned(offset) if offset else 0)
+        while aligned(offset) < length:  # a bucket may end with the alignment of what has its own behind it
+            slot = Slot(bucket, aligned(offset))
             room = length - slot.start
             name = _next(left, position, numels, room, slot, matches, where)
             found[name] = slot
@@ -88,28 +82,3 @@ def _next(
         f"{where}: what lies at element {slot.start} of bucket {slot.bucket} {what}: its rounded master is not the "
         "stored weight\n  fix: the optimizer state is damaged or of another model; save again as fully_reshardable"
     )
-
-
-def bucket_of(
-    names: Sequence[str], numels: dict[str, int], bucket_size: int | None
-) -> tuple[dict[str, Slot], list[int]]:
-    """Lay parameters out as Megatron does.
-
-    Args:
-        names: In reverse order of registration.
-        numels: Elements of each.
-        bucket_size: Elements at which a bucket is closed; None for one bucket.
-
-    Returns:
-        Place of each, and the length of each bucket without padding at its end.
-    """
-    slots: dict[str, Slot] = {}
-    lengths: list[int] = []
-    offset = 0
-    for name in names:
-        slots[name] = Slot(len(lengths), aligned(offset))
-        offset = aligned(offset) + numels[name]
-        if bucket_size is not None and offset >= bucket_size:
-            lengths.append(offset)
-            offset = 0
-    return slots, lengths + ([offset] if offset else [])

@@ -19,6 +19,7 @@ _FUSED_NORM = re.compile(r"(.*?)(self_attention\.linear_qkv|mlp\.linear_fc1)\.la
 _FUSED_LATENT = re.compile(r"(.*\.self_attention\.)linear_(q|kv)_up_proj\.layer_norm_(weight|bias)\Z")
 _NORM = {"self_attention.linear_qkv": "input_layernorm", "mlp.linear_fc1": "pre_mlp_layernorm"}
 _BUFFERS = re.compile(r"\.router\.(expert_bias|local_tokens_per_expert)\Z")
+_PREDICTION = re.compile(r"^(mtp\.layers\.\d+\.)mtp_model_layer\.")
 _SPLIT = re.compile(r"\.(weight|bias)_[wv]\Z")
 
 
@@ -80,7 +81,12 @@ def expand(key: str, shape: tuple[int, ...]) -> dict[str, Place]:
 
 
 def unfused(name: str) -> str:
-    """The module name of a norm that is stored with the linear layer behind it; other names as they are."""
+    """The canonical name of a norm that is stored with the linear layer behind it, and of a layer that predicts tokens.
+
+    That layer's module is ``transformer_layer`` or, in later versions, ``mtp_model_layer``; sharded keys always have
+    the first. Other names stay.
+    """
+    name = _PREDICTION.sub(r"\1transformer_layer.", name)
     norm = _FUSED_NORM.match(name)
     if norm:
         return f"{norm[1]}{_NORM[norm[2]]}.{norm[3]}"

@@ -125,3 +125,14 @@ def fused_values(values: Mapping[str, Any], place: StepPlace) -> dict[str, Any]:
     if place is StepPlace.parameter or "betas" not in values:
         return dict(values)
     return {"bias_correction": True, **values}
+
+
+def with_step(group: dict[str, Any], place: StepPlace) -> dict[str, Any]:
+    """A param group as a distributed optimizer has it.
+
+    Args:
+        group: Its values; ``step`` as a number.
+        place: Where the reader's Adam keeps steps.
+    """
+    step = {"step": group_value(group["step"], place)} if "step" in group else {}
+    return {**fused_values(group, place), **step}

@@ -24,11 +24,12 @@ from hp_muon_plugin.megatron.sharded_model import HpFsdpModel
 from hp_muon_plugin.megatron.specs import chunk_specs
 
 _GROUPED = re.compile(r"\.experts\.\d+-\d+\.weight[12]$")
-_RENAMED = (  # Transformer Engine's names, and those of megatron-core's local layers
+_RENAMED = (  # names of Transformer Engine or of a later version, and those of megatron-core's local layers
     (re.compile(r"\.self_attention\.linear_qkv\.layer_norm_(weight|bias)$"), r".input_layernorm.\1"),
     (re.compile(r"\.mlp\.linear_fc1\.layer_norm_(weight|bias)$"), r".pre_mlp_layernorm.\1"),
     (re.compile(r"\.linear_(q|kv)_up_proj\.layer_norm_(weight|bias)$"), r".\1_layernorm.\2"),
     (re.compile(r"\.experts\.linear_fc([12])\.(weight|bias)(\d+)$"), r".experts.local_experts.\3.linear_fc\1.\2"),
+    (re.compile(r"^(mtp\.layers\.\d+\.)mtp_model_layer\."), r"\1transformer_layer."),
 )
 
 

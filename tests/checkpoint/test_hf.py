@@ -131,8 +131,11 @@ def test_latent_attention_and_multi_token_prediction(tmp_path: Path) -> None:
             source, "torch", tmp_path / specification, Target(tp=2, ep=2, options={"spec": specification})
         )
         assert unequal(source, megatron, 32) == []
-    with pytest.raises(ConfigError, match="pp=2: the model has multi-token prediction"):
-        written(source, "torch", tmp_path / "pp", Target(pp=2))
+    stages = written(source, "torch", tmp_path / "pp", Target(pp=2, options={"prediction": "mtp_model_layer"}))
+    assert unequal(source, stages, 32) == []
+    tied = {key: info for key, info in source.tensors().items() if key.name != "output_layer.weight"}
+    with pytest.raises(ConfigError, match="pp=2: with multi-token prediction and a tied output layer"):
+        written(MadeUp(tied, source.state()), "torch", tmp_path / "tied", Target(pp=2))
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=list(FAMILIES))

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hp_muon_plugin.config.choices import Precision
 from hp_muon_plugin.config.data_parallel import DpOptions, HpFsdp
 from hp_muon_plugin.config.model_checks import model_errors
 from hp_muon_plugin.config.optimizer import AdamW
@@ -82,18 +81,18 @@ def run(launch: Launch, chosen: Features, wrappers: Sequence[DpOptions | None]) 
 
 def _run(chosen: Features, config: Train) -> Curves:
     raise_all(list(model_errors(config.model, config.topology)))
-    core = _core_config(chosen, config)
-    chunks = [_chunk(core, config, chosen, place) for place in range(2 if "vpp" in chosen else 1)]
+    core = core_config(chosen, config)
+    chunks = [build_chunk(core, config, chosen, place) for place in range(2 if "vpp" in chosen else 1)]
     models, optimizer = _wrapped(core, config, chunks)
     return _train(models, optimizer, config, chosen)
 
 
-def _core_config(chosen: Features, config: Train) -> Any:
+def core_config(chosen: Features, config: Train) -> Any:
     from megatron.core.distributed import finalize_model_grads
 
     from hp_muon_plugin.models.gpt import transformer_config
 
-    core: Any = transformer_config(config.model, config.topology, Precision.fp32)
+    core: Any = transformer_config(config.model, config.topology, config.platform.precision)
     core.finalize_model_grads_func = finalize_model_grads
     if "vpp" in chosen:
         core.virtual_pipeline_model_parallel_size = 2
@@ -112,7 +111,7 @@ def _known(function: Any, **values: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name in inspect.signature(function).parameters}
 
 
-def _chunk(core: Any, config: Train, chosen: Features, place: int) -> torch.nn.Module:
+def build_chunk(core: Any, config: Train, chosen: Features, place: int) -> torch.nn.Module:
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -152,7 +151,7 @@ def _chunk(core: Any, config: Train, chosen: Features, place: int) -> torch.nn.M
         pre_process=first,
         post_process=last,
         position_embedding_type="rope",
-        share_embeddings_and_output_weights=False,
+        share_embeddings_and_output_weights=config.model.tie_embeddings,
         **_known(GPTModel.__init__, mtp_block_spec=mtp, **vp),
     )
     chunk.model_type = None  # read by 0.12's interleaved schedule

@@ -8,14 +8,24 @@ from typing import cast
 
 from hp_muon_plugin.checkpoint.canonical import Source, Writer
 from hp_muon_plugin.checkpoint.detect import Found, find
+from hp_muon_plugin.checkpoint.formats.spelling import PREDICTION, PREDICTIONS
 from hp_muon_plugin.errors import CheckpointError, ConfigError
 
 _PACKAGE = "hp_muon_plugin.checkpoint.formats"
 _ANY: tuple[str, ...] = ()
 _NUMBER = ("1", "2", "...")
 _MOMENTUM = {"momentum": ("sum", "average"), "momentum_is": ("sum", "average")}
-_SPELLING = {"spec": ("local", "te"), "experts": ("separate", "grouped")}
+_PREDICTION = {PREDICTION: PREDICTIONS}
+_SPELLING = {"spec": ("local", "te"), "experts": ("separate", "grouped"), **_PREDICTION}
 _PADDING = {"make_vocab_size_divisible_by": _NUMBER}
+_DIVISION = {
+    "expert_tensor_parallel_size": _NUMBER,
+    "virtual_pipeline_model_parallel_size": _NUMBER,
+    "decoder_first_pipeline_num_layers": _NUMBER,
+    "decoder_last_pipeline_num_layers": _NUMBER,
+    "pipeline_model_parallel_layout": _ANY,
+    "bucket_size": _NUMBER,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +61,12 @@ FORMATS = {
             "torch_dist:open_source",
             "torch_dist:TorchDistWriter",
             flags=("tp", "pp", "ep", "sharding", "megatron"),
-            options={"layers": ("stacked", "separate"), "spec": ("local", "te"), **_PADDING, **_MOMENTUM},
+            options={
+                **{"layers": ("stacked", "separate"), "spec": ("local", "te")},
+                **_PADDING,
+                **_DIVISION,
+                **_MOMENTUM,
+            },
         ),
         Format(
             "torch",
@@ -59,7 +74,7 @@ FORMATS = {
             "legacy:open_legacy",
             "legacy_write:LegacyWriter",
             flags=("tp", "pp", "ep", "sharding"),
-            options={**_SPELLING, **_PADDING, **_MOMENTUM},
+            options={**_SPELLING, **_PADDING, **_DIVISION, **_MOMENTUM},
         ),
         Format(
             "fsdp_dtensor",
@@ -74,7 +89,7 @@ FORMATS = {
             "fsdp2:open_fsdp2",
             "fsdp2_write:Fsdp2Writer",
             is_tracked=False,
-            options={"style": ("nested", "flat"), "experts": ("separate", "stacked"), **_MOMENTUM},
+            options={"style": ("nested", "flat"), "experts": ("separate", "stacked"), **_PREDICTION, **_MOMENTUM},
         ),
         Format(
             "torch_dcp",
@@ -89,7 +104,7 @@ FORMATS = {
             "hyper_parallel:open_hyper_parallel",
             "hyper_parallel_write:HyperParallelWriter",
             is_tracked=False,
-            options={"world": _NUMBER, **_MOMENTUM},
+            options={"world": _NUMBER, **_PREDICTION, **_MOMENTUM},
         ),
         Format(
             "hf",

@@ -19,6 +19,7 @@ from hp_muon_plugin.checkpoint.formats.base import (
     recorded_dtypes,
     recorded_state,
 )
+from hp_muon_plugin.checkpoint.formats.spelling import prediction_facts
 from hp_muon_plugin.checkpoint.lazy import Lazy
 from hp_muon_plugin.checkpoint.run_values import plain
 from hp_muon_plugin.checkpoint.step_counts import note_place, take_group_steps
@@ -171,7 +172,7 @@ def _state(folder: Keyed, keys: _Keys, found: Any, tensors: dict[Key, Lazy]) -> 
     place = take_group_steps(state, {key.name for key in tensors if key.kind == Kind.exp_avg})
     note_place(state, place)
     _take_momentum(state, tensors)
-    state.model = {**state.model, **model_facts([key.name for key in tensors])}
+    state.model = {**state.model, **model_facts([key.name for key in tensors]), **prediction_facts(keys.model)}
     if any(".experts.linear" in name for name in keys.model):
         state.model["stacked_experts"] = True
     if any(not name.isdigit() for name, _ in keys.group):

@@ -22,6 +22,7 @@ from hp_muon_plugin.checkpoint.formats.base import (
 )
 from hp_muon_plugin.checkpoint.formats.dcp_tree import DcpTree, dcp_tree
 from hp_muon_plugin.checkpoint.formats.fsdp2 import NAME
+from hp_muon_plugin.checkpoint.formats.spelling import prediction
 from hp_muon_plugin.checkpoint.lazy import Lazy
 from hp_muon_plugin.checkpoint.megatron_names import registration_order
 from hp_muon_plugin.errors import ConfigError
@@ -60,6 +61,8 @@ class Fsdp2Writer:
             if stacked
             else {name: [name] for name in sorted(kinds_by_name(source), key=registration_order)}
         )
+        spell = prediction(source, target)
+        stacks = {spell(name): singles for name, singles in stacks.items()}
         kinds = kinds_by_name(source)
         for name, singles in stacks.items():
             tree.tensor(("model", name), _joined([_model_tensor(source, single, kinds) for single in singles], name))

@@ -19,6 +19,7 @@ from hp_muon_plugin.checkpoint.formats.base import (
 )
 from hp_muon_plugin.checkpoint.formats.fsdp2_write import state_tensors
 from hp_muon_plugin.checkpoint.formats.hyper_parallel import METADATA, NAME
+from hp_muon_plugin.checkpoint.formats.spelling import prediction
 from hp_muon_plugin.checkpoint.lazy import Lazy
 from hp_muon_plugin.checkpoint.megatron_names import registration_order
 from hp_muon_plugin.checkpoint.torch_archive_stream import write_archive
@@ -59,9 +60,12 @@ class HyperParallelWriter:
             share = {key: _share(value, rank, world) for key, value in tensors.items() if value.shape or rank == 0}
             write_archive(folder / _file(rank), share, count, max(budget // 8, 2**20))
         order = sorted(kinds_by_name(source), key=registration_order)
-        groups = groups_of(state.hyper, [name for name in order if name in state.hyper])
+        groups, spell = (
+            groups_of(state.hyper, [name for name in order if name in state.hyper]),
+            prediction(source, target),
+        )
         objects: dict[str, Any] = {
-            "optim.param_groups": [{**values, "params": names} for values, names in groups],
+            "optim.param_groups": [{**values, "params": list(map(spell, names))} for values, names in groups],
             "lr_scheduler": state.scheduler,
             "iteration": state.iteration,
         }
@@ -72,15 +76,15 @@ class HyperParallelWriter:
 
 
 def _tensors(source: Source, target: Target) -> Iterator[tuple[str, Lazy]]:
-    kinds = kinds_by_name(source)
+    kinds, spell = kinds_by_name(source), prediction(source, target)
     for name in sorted(kinds, key=registration_order):
         if Kind.buffer in kinds[name]:
-            yield f"model.{name}", lazy.canonical(source, Key(name, Kind.buffer))
+            yield f"model.{spell(name)}", lazy.canonical(source, Key(name, Kind.buffer))
         else:
-            yield f"model.{name}", masters_round_to_weights(source, name)
+            yield f"model.{spell(name)}", masters_round_to_weights(source, name)
     for name in sorted(kinds, key=registration_order):
         for kind, value in state_tensors(source, target, name, [name], kinds):
-            yield f"optim.state.{name}.{kind}", value
+            yield f"optim.state.{spell(name)}.{kind}", value
 
 
 def _world(target: Target) -> int:

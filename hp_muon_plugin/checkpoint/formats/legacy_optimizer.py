@@ -186,10 +186,15 @@ def _take_buffers(
 
 
 def _shared(name: str, rank: RankFile) -> bool:
-    """Whether Megatron keeps a parameter in a bucket of its own: a tied embedding of several pipeline stages."""
+    """Whether Megatron keeps a parameter in a bucket of its own: an embedding that several pipeline stages have."""
     tied = rank.args.get("untie_embeddings_and_output_weights") is False
     pipelines = int(rank.args.get("pipeline_model_parallel_size") or 1)
-    return tied and pipelines > 1 and name.split("/", 1)[1] in (names.EMBEDDING, names.OUTPUT)
+    bare = name.split("/", 1)[1]
+    if pipelines == 1 or bare not in (names.EMBEDDING, names.OUTPUT):
+        return False
+    if rank.args.get("mtp_num_layers"):
+        return bare == names.EMBEDDING
+    return tied
 
 
 def _plain(rank: RankFile, params: _Params, saved: Any) -> Named:

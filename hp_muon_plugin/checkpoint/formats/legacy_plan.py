@@ -1,14 +1,19 @@
-"""Which rank of a legacy Megatron checkpoint gets what: stages, experts, tensor-parallel parts, padded vocabulary."""
+"""Which rank of a Megatron run has what: stages, experts, tensor-parallel parts, padded vocabulary, flat buffers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
+
+import torch
 
 from hp_muon_plugin.checkpoint import lazy
 from hp_muon_plugin.checkpoint.canonical import Key, Kind, Momentum, Source, Target
 from hp_muon_plugin.checkpoint.formats import names
 from hp_muon_plugin.checkpoint.formats.base import kinds_by_name, momentum_factor
+from hp_muon_plugin.checkpoint.formats.flat_layout import Entry
 from hp_muon_plugin.checkpoint.formats.spelling import spelling
+from hp_muon_plugin.checkpoint.formats.stages import Chunk, Stages, division_of, stages
 from hp_muon_plugin.checkpoint.lazy import Lazy
 from hp_muon_plugin.checkpoint.megatron_names import registration_order
 from hp_muon_plugin.errors import ConfigError
@@ -16,11 +21,28 @@ from hp_muon_plugin.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """A rank that has a folder."""
+    """A rank that has a folder. For experts ``tensor`` counts the tensor ranks inside an expert."""
 
     tensor: int
     pipeline: int
     expert: int
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """A flat buffer of a rank: parameters of one chunk and dtype.
+
+    Attributes:
+        chunk: The model chunk.
+        dtype: Of its weights.
+        entries: Its parameters in the model's order, under their names on the rank.
+        names: Canonical name of each.
+    """
+
+    chunk: int
+    dtype: torch.dtype
+    entries: list[Entry]
+    names: dict[str, str]
 
 
 @dataclass(slots=True)
@@ -37,6 +59,8 @@ class Plan:
         num_layers: Layers of the decoder.
         num_experts: Routed experts.
         tied: Whether the output layer is the embedding.
+        stages: Chunks of each pipeline rank.
+        expert_tensors: Tensor-parallel ranks inside an expert.
     """
 
     source: Source
@@ -48,19 +72,46 @@ class Plan:
     num_layers: int = 0
     num_experts: int = 0
     tied: bool = False
+    stages: Stages = field(default_factory=list)
+    expert_tensors: int = 1
 
     def ranks(self) -> list[Rank]:
         """All ranks that have a folder."""
         sizes = self.target
         return [Rank(t, p, e) for p in range(sizes.pp) for e in range(sizes.ep) for t in range(sizes.tp)]
 
-    def members(self, rank: Rank) -> dict[str, str]:
-        """Names on a rank, in its model's order, each with the canonical name that it stands for."""
+    def members(self, rank: Rank) -> list[dict[str, str]]:
+        """Of each chunk the names on a rank, in its model's order, each with the canonical name that it stands for."""
         spell = spelling(self.source, self.target)
-        found = {local: name for name in self.order if (local := self._local(name, rank, spell)) is not None}
-        if self.tied and self.target.pp > 1 and rank.pipeline == self.target.pp - 1:
-            found[names.OUTPUT] = names.EMBEDDING
-        return {name: found[name] for name in sorted(found, key=registration_order)}
+        each = []
+        for chunk in self.stages[rank.pipeline]:
+            found = {local: name for name in self.order if (local := self._local(name, chunk, rank, spell)) is not None}
+            if self.target.pp > 1 and chunk.predicts:
+                found[names.EMBEDDING] = names.EMBEDDING
+            elif self.target.pp > 1 and chunk.ends and self.tied:
+                found[names.OUTPUT] = names.EMBEDDING
+            each.append({name: found[name] for name in sorted(found, key=registration_order)})
+        return each
+
+    def buffers(self, rank: Rank, members: list[dict[str, str]], wanted: Callable[[str], bool]) -> list[Buffer]:
+        """Flat buffers of DistributedOptimizer on a rank: chunk by chunk, in one by the dtype that comes first.
+
+        Args:
+            rank: The rank.
+            members: Its parameters, from :meth:`members`.
+            wanted: Whether a canonical name belongs to the optimizer.
+        """
+        shares = self.target.pp > 1 and (self.tied or any(chunk.predicts for row in self.stages for chunk in row))
+        found: dict[tuple[int, torch.dtype], Buffer] = {}
+        for number, chunk in enumerate(members):
+            for local, name in chunk.items():
+                if Kind.buffer in self.kinds[name] or not wanted(name):
+                    continue
+                weight = self.tensor(name, Kind.weight, rank)
+                buffer = found.setdefault((number, weight.dtype), Buffer(number, weight.dtype, [], {}))
+                buffer.entries.append((local, prod(weight.shape), shares and name == names.EMBEDDING))
+                buffer.names[local] = name
+        return list(found.values())
 
     def tensor(self, name: str, kind: str, rank: Rank) -> Lazy:
         """A rank's part of a tensor.
@@ -78,21 +129,18 @@ class Plan:
             whole = lazy.scaled(whole, momentum_factor(self.source, self.target, Momentum.average, name))
         if name in (names.EMBEDDING, names.OUTPUT) and whole.shape:
             whole = lazy.padded(whole, self.shapes[name][0])
-        return names.shared(whole, self.cut(name), rank.tensor, self.target.tp, name)
+        count = self.expert_tensors if names.is_expert(name) else self.target.tp
+        return names.shared(whole, self.cut(name), rank.tensor % count, count, name)
 
     def cut(self, name: str) -> names.Cut:
         """How tensor-parallel ranks share a parameter."""
         local = self.source.state().args.get("transformer_impl") != "transformer_engine"
         return names.cut_of(name, gated=name in self.gated, down_cut=local)
 
-    def _local(self, name: str, rank: Rank, spell: Callable[[str], str]) -> str | None:
-        """Name of a parameter on a rank; None if it is not there."""
-        first, last = rank.pipeline == 0, rank.pipeline == self.target.pp - 1
+    def _local(self, name: str, chunk: Chunk, rank: Rank, spell: Callable[[str], str]) -> str | None:
+        """Name of a parameter in a chunk of a rank; None if it is not there."""
         layer, expert = names.layer_index(name), names.expert_index(name)
-        if layer is None and not (first if name.startswith("embedding.") else last):
-            return None
-        per_stage = max(1, self.num_layers // self.target.pp)
-        if layer is not None and layer // per_stage != rank.pipeline:
+        if not _is_there(name, layer, chunk):
             return None
         if expert is not None:
             per_rank = self.num_experts // self.target.ep
@@ -100,21 +148,34 @@ class Plan:
                 return None
             name = names.with_expert(name, expert % per_rank)
         name = spell(name)  # by its place in the whole model: layers with and without experts differ
-        return name if layer is None else names.with_layer(name, layer % per_stage)
+        return name if layer is None else names.with_layer(name, layer - chunk.layers.start)
 
 
-def plan(source: Source, target: Target) -> Plan:
+def _is_there(name: str, layer: int | None, chunk: Chunk) -> bool:
+    if layer is not None:
+        return layer in chunk.layers
+    if name.startswith("embedding."):
+        return chunk.embeds
+    if name.startswith("mtp."):
+        return chunk.predicts
+    return chunk.normalises if name.startswith("decoder.") else chunk.ends
+
+
+def plan(source: Source, target: Target, *, expert_tensors: int | None = None, rows: bool = True) -> Plan:
     """Plan the division of a checkpoint.
 
     Args:
         source: What is divided.
         target: Its sizes.
+        expert_tensors: Tensor-parallel ranks inside an expert; None for those of the rest.
+        rows: Whether the vocabulary is padded anew.
 
     Raises:
         ConfigError: If layers, experts or a parameter do not divide, or a parameter's division is not known.
     """
     kinds = kinds_by_name(source)
     made = Plan(source, target, kinds, sorted(kinds, key=registration_order))
+    made.expert_tensors = expert_tensors or target.tp
     state = source.state()
     for key, info in source.tensors().items():
         if key.kind in (Kind.weight, Kind.buffer):
@@ -124,10 +185,12 @@ def plan(source: Source, target: Target) -> Plan:
     made.num_experts = 1 + max((index for name in kinds if (index := names.expert_index(name)) is not None), default=-1)
     made.gated = {name for name in made.shapes if names.FIRST.search(name) and names.is_gated(name, made.shapes)}
     _check_division(made)
-    rows = padded_rows(state.args, state.vocab_size, target)
+    predicts = any(name.startswith("mtp.") for name in kinds)
+    made.stages = stages(made.num_layers, target.pp, division_of(source, target), predicts=predicts)
+    wanted = padded_rows(state.args, state.vocab_size, target) if rows else None
     for name in (names.EMBEDDING, names.OUTPUT):
-        if rows is not None and name in made.shapes:
-            made.shapes[name] = (rows, *made.shapes[name][1:])
+        if wanted is not None and name in made.shapes:
+            made.shapes[name] = (wanted, *made.shapes[name][1:])
         if name in made.shapes and made.shapes[name][0] % target.tp:
             _refuse_vocabulary(made.shapes[name][0], state.vocab_size, target)
     for name, shape in made.shapes.items():
@@ -167,20 +230,19 @@ def padded_rows(args: dict[str, Any], vocab_size: int | None, target: Target) ->
 
 def _check_division(made: Plan) -> None:
     sizes = made.target
-    for option, size, what, count in (
-        ("pp", sizes.pp, "layers", made.num_layers),
-        ("ep", sizes.ep, "experts", made.num_experts),
-    ):
-        if size < 1 or (size > 1 and (count == 0 or count % size)):
-            raise ConfigError(
-                option, size, f"the model has {count} {what}, which do not divide", f"choose a divisor of {count or 1}"
-            )
-    if sizes.pp > 1 and any(name.startswith("mtp.") for name in made.kinds):
+    if sizes.ep < 1 or (sizes.ep > 1 and (made.num_experts == 0 or made.num_experts % sizes.ep)):
+        why = f"the model has {made.num_experts} experts, which do not divide"
+        raise ConfigError("ep", sizes.ep, why, f"choose a divisor of {made.num_experts or 1}")
+    if sizes.pp < 1 or (sizes.pp > 1 and made.num_layers == 0):
+        why = f"the model has {made.num_layers} layers, which do not divide"
+        raise ConfigError("pp", sizes.pp, why, f"choose a divisor of {made.num_layers or 1}")
+    if sizes.pp > 1 and made.tied and any(name.startswith("mtp.") for name in made.kinds):
         raise ConfigError(
             "pp",
             sizes.pp,
-            "the model has multi-token prediction, whose stage would need its own embedding",
-            "write pp=1",
+            "with multi-token prediction and a tied output layer Megatron trains another model on several stages: its "
+            "last one has an output layer that nothing trains",
+            "write pp=1, or untie the output layer",
         )
     args = made.source.state().args
     groups = args.get("num_query_groups") if args.get("group_query_attention") else args.get("num_attention_heads")

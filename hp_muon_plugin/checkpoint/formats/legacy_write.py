@@ -1,8 +1,7 @@
 """Writer of Megatron's legacy checkpoints."""
 
 from collections import OrderedDict
-from collections.abc import Callable
-from math import prod
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from hp_muon_plugin.checkpoint.formats.legacy_plan import Plan, Rank, plan
 from hp_muon_plugin.checkpoint.formats.legacy_rank import MODEL_FILE, OPTIMIZER_FILE
 from hp_muon_plugin.checkpoint.formats.megatron_run import megatron_args
 from hp_muon_plugin.checkpoint.formats.random_states import rank_name
+from hp_muon_plugin.checkpoint.formats.stages import INSIDE, bucket_size_of, expert_tensors_of, sizes_of
 from hp_muon_plugin.checkpoint.lazy import Lazy
 from hp_muon_plugin.checkpoint.run_values import random_state
 from hp_muon_plugin.checkpoint.step_counts import StepPlace, fused_values, group_value, wanted_place
@@ -41,7 +41,7 @@ class LegacyWriter:
 
     def losses(self, source: Source, target: Target) -> list[str]:
         """As :class:`~hp_muon_plugin.checkpoint.canonical.Writer`."""
-        made, state = plan(source, target), source.state()
+        made, state = _plan(source, target), source.state()
         check_momentum(source, target, Momentum.average)
         wanted_place(source, target)
         found = []
@@ -62,23 +62,43 @@ class LegacyWriter:
 
     def write(self, source: Source, folder: Path, target: Target, count: Callable[[int], None], budget: int) -> None:
         """As :class:`~hp_muon_plugin.checkpoint.canonical.Writer`."""
-        made = plan(source, target)
+        made = _plan(source, target)
         form, groups, chunk = _form(made), _groups(made), max(budget // 8, 2**20)
         for rank in made.ranks():
             here = folder / _folder(made, rank)
             here.mkdir()
-            members = made.members(rank)
-            value = _model_file(made, rank, members)
+            chunks = made.members(rank)
+            members = {f"{chunk}/{local}": name for chunk, own in enumerate(chunks) for local, name in own.items()}
+            value = _model_file(made, rank, chunks)
             if form != "none":
-                owned = [[(values, _on_rank(names_, members)) for values, names_ in part] for part in groups]
+                owned = [
+                    _in_order([(values, _on_rank(names_, members)) for values, names_ in part], list(members))
+                    for part in groups
+                ]
                 value["optimizer"] = _one_or_list(
                     [_group_file(part, form, made, rank, members, source.state()) for part in owned]
                 )
-                value[RECORD]["members"] = [[f"0/{name}" for name in item] for part in owned for _, item in part]
+                value[RECORD]["members"] = [item for part in owned for _, item in part]
                 if form == "distributed":
-                    flats = [_buffers(made, rank, part, members, index, len(owned)) for index, part in enumerate(owned)]
+                    # The first data rank of the dense optimizer has its buffers, and that is on this expert rank.
+                    first = rank.tensor // made.expert_tensors % made.target.ep
+                    dense = [None] if len(groups) > 1 and rank.expert != first else []
+                    each = [{name for _, item in part for name in item} for part in groups[len(dense) :]]
+                    flats = [*dense, *(_buffers(made, rank, chunks, wanted) for wanted in each)]
                     write_archive(here / OPTIMIZER_FILE, _one_or_list(flats), count, chunk)
             write_archive(here / MODEL_FILE, value, count, chunk)
+
+
+def _plan(source: Source, target: Target) -> Plan:
+    inside = expert_tensors_of(source, target)
+    if target.tp % inside:
+        raise ConfigError(
+            f"--option {INSIDE}",
+            inside,
+            f"folders are cut by tp={target.tp}, of which it is no divisor",
+            "leave it out",
+        )
+    return plan(source, target, expert_tensors=inside)
 
 
 def _folder(made: Plan, rank: Rank) -> str:
@@ -119,26 +139,39 @@ def _on_rank(owned: list[str], members: dict[str, str]) -> list[str]:
     return [local for local, name in members.items() if name in wanted]
 
 
+def _in_order(part: list[tuple[dict[str, Any], list[str]]], order: list[str]) -> list[tuple[dict[str, Any], list[str]]]:
+    """Groups of a rank in the order in which megatron-core takes them.
+
+    Before it gave groups a ``default_config`` (0.12), each rank made those that it had parameters for, in their order,
+    and a checkpoint's groups were taken by their number.
+    """
+    if any("default_config" in values for values, _ in part):
+        return part
+    place = {name: index for index, name in enumerate(order)}
+    return sorted((group for group in part if group[1]), key=lambda group: min(place[name] for name in group[1]))
+
+
 def _uneven_steps(state: RunState, groups: Groups) -> bool:
     each = [{state.steps[name] for name in owned if name in state.steps} for part in groups for _, owned in part]
     return any(len(steps) > 1 for steps in each)
 
 
-def _model_file(made: Plan, rank: Rank, members: dict[str, str]) -> dict[str, Any]:
-    source, target = made.source, made.target
-    state = source.state()
+def _chunk(made: Plan, rank: Rank, members: dict[str, str], ends: bool) -> dict[str, Any]:
     model: OrderedDict[str, Any] = OrderedDict()
     for local, name in members.items():
         model[local] = made.tensor(name, Kind.buffer if Kind.buffer in made.kinds[name] else Kind.weight, rank)
     for module in extra_states({local: [local] for local in members}):
-        model[module] = None
-    sizes = {
-        "tensor_model_parallel_size": target.tp,
-        "pipeline_model_parallel_size": target.pp,
-        "expert_model_parallel_size": target.ep,
-        "expert_tensor_parallel_size": target.tp,
-        "iteration": state.iteration,
-    }
+        if ends or not module.startswith("output_layer."):
+            model[module] = None
+    return model
+
+
+def _model_file(made: Plan, rank: Rank, members: list[dict[str, str]]) -> dict[str, Any]:
+    source, target = made.source, made.target
+    state = source.state()
+    chunks = zip(members, made.stages[rank.pipeline], strict=True)
+    models = [_chunk(made, rank, own, chunk.ends) for own, chunk in chunks]
+    sizes = {**sizes_of(source, target), INSIDE: made.expert_tensors, "iteration": state.iteration}
     if names.EMBEDDING in made.shapes:
         sizes["padded_vocab_size"] = made.shapes[names.EMBEDDING][0]
         sizes["untie_embeddings_and_output_weights"] = not made.tied
@@ -148,7 +181,7 @@ def _model_file(made: Plan, rank: Rank, members: dict[str, str]) -> dict[str, An
         "args": megatron_args(state.args, NAME, **sizes),
         "checkpoint_version": 3.0,
         "iteration": state.iteration,
-        "model": model,
+        **({f"model{chunk}": model for chunk, model in enumerate(models)} if len(models) > 1 else {"model": models[0]}),
         "opt_param_scheduler": state.scheduler,
         "num_floating_point_operations_so_far": state.flops or 0,
         RECORD: record(source, momentum_of(source, target, Momentum.average), wanted_place(source, target)),
@@ -181,8 +214,10 @@ def _group_file(
     place = wanted_place(made.source, made.target)
     in_groups = form == "distributed" or place is not StepPlace.parameter
     groups = []
+    of_all = [state.steps[name] for name in (made.order if in_groups else ()) if name in state.steps]
     for values, owned in part:
         steps = [state.steps[members[name]] for name in owned if members[name] in state.steps] if in_groups else []
+        steps = of_all if not owned and "betas" in values else steps  # Megatron asks all groups, also empty ones
         groups.append({**fused_values(values, place), **({"step": group_value(max(steps), place)} if steps else {})})
     if form == "distributed":
         return {"optimizer": {"param_groups": groups}}
@@ -212,33 +247,15 @@ def _state_of(made: Plan, rank: Rank, name: str, without_step: bool) -> dict[str
     return found
 
 
-def _buffers(
-    made: Plan,
-    rank: Rank,
-    part: list[tuple[dict[str, Any], list[str]]],
-    members: dict[str, str],
-    index: int,
-    count: int,
-) -> dict[Any, Any] | None:
-    """Flat buffers of an optimizer; dense ones are kept by the first expert-parallel rank alone."""
-    if count > 1 and index == 0 and rank.expert > 0:
-        return None
-    wanted = {name for _, owned in part for name in owned}
-    by_dtype: dict[torch.dtype, list[str]] = {}
-    for local in members:
-        if local in wanted:
-            dtype = made.tensor(members[local], Kind.weight, rank).dtype
-            by_dtype.setdefault(dtype, []).append(local)
+def _buffers(made: Plan, rank: Rank, members: list[dict[str, str]], wanted: Collection[str]) -> dict[Any, Any]:
+    """Flat buffers of an optimizer."""
     found: dict[Any, Any] = {"buckets_coalesced": True}
-    for number, (dtype, owned) in enumerate(by_dtype.items()):
-        alone = made.tied and made.target.pp > 1
-        shapes = {local: made.tensor(members[local], Kind.weight, rank).shape for local in owned}
-        entries = [(local, prod(shapes[local]), alone and local in (names.EMBEDDING, names.OUTPUT)) for local in owned]
-        starts, total = layout(entries)
-        kinds = [kind for kind in made.kinds[members[owned[0]]] if kind not in _NO_STATE]
-        flats: dict[str, Any] = {"param": _flat(made, rank, members, starts, total, None)}
-        flats |= {kind: _flat(made, rank, members, starts, total, kind) for kind in kinds}
-        found[number] = {(dtype, torch.float32): {**flats, "numel_unpadded": total}}
+    for number, buffer in enumerate(made.buffers(rank, members, wanted.__contains__)):
+        starts, total = layout(buffer.entries, bucket_size_of(made.source, made.target, rank.pipeline, buffer.chunk))
+        kinds = [kind for kind in made.kinds[next(iter(buffer.names.values()))] if kind not in _NO_STATE]
+        flats: dict[str, Any] = {"param": _flat(made, rank, buffer.names, starts, total, None)}
+        flats |= {kind: _flat(made, rank, buffer.names, starts, total, kind) for kind in kinds}
+        found[number] = {(buffer.dtype, torch.float32): {**flats, "numel_unpadded": total}}
     return found
 
 

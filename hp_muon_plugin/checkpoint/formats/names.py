@@ -177,6 +177,7 @@ def single_experts(name: str, tensor: Lazy, *, first: int = 0, local: int | None
     Yields:
         Canonical names with tensors.
     """
+    name = unfused(name)
     if found := _LOCAL_EXPERT.match(name):
         yield f"{found[1]}{int(found[2]) + first}{found[3]}", tensor
     elif found := _GROUPED.match(name):
@@ -187,7 +188,7 @@ def single_experts(name: str, tensor: Lazy, *, first: int = 0, local: int | None
     elif (found := _GROUPED_MLP.match(name)) and len(tensor.shape) == 2:
         yield from _grouped_mlp(found[1], int(found[2]), tensor, first, local)
     else:
-        yield unfused(name), tensor
+        yield name, tensor
 
 
 def _grouped_mlp(prefix: str, which: int, tensor: Lazy, first: int, local: int | None) -> Iterator[tuple[str, Lazy]]:

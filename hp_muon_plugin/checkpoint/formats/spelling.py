@@ -11,6 +11,10 @@ from hp_muon_plugin.errors import ConfigError
 _GROUPED = re.compile(r"\.experts\.linear_fc[12]\.(weight|bias)\d+")
 _LOCAL = re.compile(r"^(.*\.experts)\.local_experts\.(\d+)\.(linear_fc[12]\.(?:weight|bias))$")
 _SPECS = ("local", "te")
+PREDICTION = "prediction"
+LATER = "mtp_model_layer"
+PREDICTIONS = ("transformer_layer", LATER)
+_PREDICTION = re.compile(r"^(mtp\.layers\.\d+\.)transformer_layer\.")
 _EXPERTS = ("separate", "grouped")
 
 
@@ -26,7 +30,18 @@ def facts_of(module_names: Iterable[str]) -> dict[str, Any]:
         found["spec"] = "te"
     if any(_GROUPED.search(name) for name in listed):
         found["grouped_experts"] = True
-    return found
+    return {**found, **prediction_facts(listed)}
+
+
+def prediction_facts(module_names: Iterable[str]) -> dict[str, Any]:
+    """What module names tell of how layers that predict tokens are called: for ``RunState.model``."""
+    return {PREDICTION: LATER} if any(f".{LATER}." in name for name in module_names) else {}
+
+
+def prediction(source: Source, target: Target) -> Callable[[str], str]:
+    """Gives names with the module of layers that predict tokens as the source, or option ``prediction``, calls it."""
+    called = target.options.get(PREDICTION, source.state().model.get(PREDICTION))
+    return lambda name: _PREDICTION.sub(rf"\1{called}.", name) if called else name
 
 
 def spelling(source: Source, target: Target) -> Callable[[str], str]:
@@ -50,11 +65,11 @@ def spelling(source: Source, target: Target) -> Callable[[str], str]:
     listed = [key.name for key in source.tensors()]
     latent = any("linear_kv_up_proj" in name for name in listed)
     style = Style(stacked=False, fused_input=not latent, fused_mlp=True, fused_moe=False, fused_latent=latent)
-    moe = moe_layers_of(listed)
+    moe, predicted = moe_layers_of(listed), prediction(source, target)
 
     def spell(name: str) -> str:
         if is_expert(name):
-            return _LOCAL.sub(r"\1.\3\2", name) if experts == "grouped" else name
-        return place(name, style, moe).key if spec == "te" else name
+            return predicted(_LOCAL.sub(r"\1.\3\2", name) if experts == "grouped" else name)
+        return predicted(place(name, style, moe).key if spec == "te" else name)
 
     return spell

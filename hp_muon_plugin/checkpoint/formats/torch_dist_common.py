@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from hp_muon_plugin.checkpoint.canonical import Key, Kind, Momentum, RunState, Source, Target
+from hp_muon_plugin.checkpoint.formats.stages import sizes_of
 from hp_muon_plugin.checkpoint.megatron_groups import grouped
 from hp_muon_plugin.checkpoint.megatron_names import Place, Style, is_expert, place
 from hp_muon_plugin.checkpoint.run_values import namespace, random_state
-from hp_muon_plugin.checkpoint.step_counts import FACT, StepPlace, fused_values, group_value, wanted_place
+from hp_muon_plugin.checkpoint.step_counts import FACT, StepPlace, wanted_place, with_step
 
 RECORD = "hp_muon"
 """Key of the common state under which we keep what Megatron has no place for. Its loader ignores it."""
@@ -136,7 +137,7 @@ def optimizer_state(
             continue
         if distributed:
             kind = "fully_reshardable"
-            groups = [_with_step(group, place) for group in items]
+            groups = [with_step(group, place) for group in items]
             found.append({"optimizer": {"param_groups": groups}, "param_state_sharding_type": kind})
             continue
         steps = [group["step"] for group in items if "step" in group]
@@ -145,19 +146,19 @@ def optimizer_state(
             inner = {"state": {"common_step": torch.tensor(max(steps))}} if steps else {}
             inner["param_groups"] = [{key: value for key, value in group.items() if key != "step"} for group in items]
         else:
-            inner["param_groups"] = [_with_step(group, place) for group in items]
+            inner["param_groups"] = [with_step(group, place) for group in items]
         found.append(inner if float32 and not member.is_ours else {"optimizer": inner})
     whole: dict[Any, Any] = dict(enumerate(found))
     return found[0] if len(found) == 1 else whole
 
 
-def _with_step(group: dict[str, Any], place: StepPlace) -> dict[str, Any]:
-    step = {"step": group_value(group["step"], place)} if "step" in group else {}
-    return {**fused_values(group, place), **step}
-
-
 def common_state(
-    source: Source, target: Target, optimizer: dict[Any, Any], sharding: str, momentum: Momentum | None
+    source: Source,
+    target: Target,
+    optimizer: dict[Any, Any],
+    sharding: str,
+    momentum: Momentum | None,
+    more_args: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The common state.
 
@@ -167,15 +168,15 @@ def common_state(
         optimizer: From :func:`optimizer_state`; empty if there is none.
         sharding: Form of the state.
         momentum: Convention of the momentum buffers as written.
+        more_args: Further arguments.
     """
     state = source.state()
     sizes = {
+        **sizes_of(source, target),
         "ckpt_format": "torch_dist",
         "iteration": state.iteration,
-        "tensor_model_parallel_size": target.tp,
-        "pipeline_model_parallel_size": target.pp,
-        "expert_model_parallel_size": target.ep,
         "consumed_train_samples": state.consumed_samples or 0,
+        **more_args,
     }
     content: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": sharding != "chained"}
     if sharding.endswith("reshardable"):

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from hp_muon_plugin.checkpoint.dcp_files import DcpFolder
+from hp_muon_plugin.checkpoint.lazy import Lazy
 from hp_muon_plugin.errors import CheckpointError
 
 
@@ -95,28 +96,32 @@ class Fragmented:
 
 
 @dataclass(frozen=True, slots=True)
-class Flat:
-    """A stretch of a flat bucket.
+class Joined:
+    """A tensor of flat buffers, or several of tensor-parallel ranks put together.
 
     Attributes:
-        key: Key of the bucket.
-        first: First element.
-        shape: Of the tensor.
-        dtype: Its dtype.
+        key: Key of the buffer; of the first one.
+        first: First element in it.
+        lazy: The tensor.
     """
 
     key: str
     first: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    lazy: Lazy
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the tensor."""
+        return self.lazy.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its dtype."""
+        return self.lazy.dtype
 
     def read(self, folder: DcpFolder, start: int, stop: int) -> torch.Tensor:
         """Rows of the tensor."""
-        if not self.shape:
-            return folder.read(self.key, (self.first,), (1,)).reshape(())
-        row = prod(self.shape[1:])
-        data = folder.read(self.key, (self.first + start * row,), ((stop - start) * row,))
-        return data.view(stop - start, *self.shape[1:])
+        return self.lazy.rows(start, stop)
 
 
 def fragments(key: str, stored: tuple[int, ...], original: tuple[int, ...]) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ import torch
 from hp_muon_plugin.checkpoint import torch_archive
 from hp_muon_plugin.checkpoint.canonical import Info, Key, Kind, Momentum, RunState
 from hp_muon_plugin.checkpoint.dcp_files import DcpFolder
+from hp_muon_plugin.checkpoint.formats.spelling import LATER, PREDICTION
 from hp_muon_plugin.checkpoint.formats.torch_dist_common import RECORD, apply_record
 from hp_muon_plugin.checkpoint.formats.torch_dist_optimizer import candidates, is_optimizer, read_optimizer
 from hp_muon_plugin.checkpoint.formats.torch_dist_parts import Part, Stacked
@@ -192,6 +193,10 @@ class TorchDistSource:
                     group.get("is_expert_parallel") for groups in optimizer.groups.values() for group in groups
                 ),
                 "unclear_groups": unclear,
+                **(
+                    {PREDICTION: LATER} if _COMMON_OBJECT in self.folder.objects else {}
+                ),  # as in the versions with that
+                **({"bucket_size": optimizer.bucket_size} if optimizer.bucket_size else {}),
                 "param_groups": [plain(optimizer.groups[index]) for index in sorted(optimizer.groups)],
                 "modules_with_extra_state": self._extra_state_modules(),
             },

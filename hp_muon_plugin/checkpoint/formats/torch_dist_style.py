@@ -7,7 +7,8 @@ from hp_muon_plugin.checkpoint.canonical import Info, Key, Kind, Source, Target
 from hp_muon_plugin.checkpoint.megatron_names import Style
 from hp_muon_plugin.errors import ConfigError
 
-SHARDINGS = ("fully_reshardable", "none", "chained", "layer_wise", "layer_wise_fully_reshardable")
+BUCKETS = "dp_reshardable"
+SHARDINGS = ("fully_reshardable", "none", "chained", BUCKETS, "layer_wise", "layer_wise_fully_reshardable")
 
 
 def sharding_of(source: Source, target: Target) -> str:
@@ -25,8 +26,9 @@ def sharding_of(source: Source, target: Target) -> str:
     default = "none" if has_momentum else "fully_reshardable"
     allowed = [name for name in SHARDINGS if has_momentum or not name.startswith("layer_wise")]
     if has_momentum:
-        allowed = [name for name in allowed if name not in ("fully_reshardable", "chained")]
-    wanted = target.sharding or (before if before in allowed else default)
+        allowed = [name for name in allowed if name not in ("fully_reshardable", "chained", BUCKETS)]
+    # Buckets are for one mesh, so that they are written where they are asked for, whatever the source had.
+    wanted = target.sharding or (before if before in allowed and before != BUCKETS else default)
     if wanted not in allowed:
         raise ConfigError("--sharding", wanted, "not written for this optimizer", f"one of {', '.join(allowed)}")
     has_state = any(key.kind not in (Kind.weight, Kind.buffer) for key in source.tensors())

@@ -10,6 +10,8 @@ from hp_muon_plugin.checkpoint.canonical import Info, Key, Kind, Momentum, Sourc
 from hp_muon_plugin.checkpoint.dcp_write import WAITING_BYTES, DcpWriter
 from hp_muon_plugin.checkpoint.folders import write_durably
 from hp_muon_plugin.checkpoint.formats.legacy_plan import padded_rows
+from hp_muon_plugin.checkpoint.formats.stages import INSIDE, expert_tensors_of
+from hp_muon_plugin.checkpoint.formats.torch_dist_buffers_write import buffers_plan, write_buffers
 from hp_muon_plugin.checkpoint.formats.torch_dist_common import (
     common_state,
     extra_state_keys,
@@ -19,10 +21,10 @@ from hp_muon_plugin.checkpoint.formats.torch_dist_common import (
     random_objects,
     uneven_steps,
 )
-from hp_muon_plugin.checkpoint.formats.torch_dist_style import sharding_of, style_of_target
+from hp_muon_plugin.checkpoint.formats.torch_dist_style import BUCKETS, sharding_of, style_of_target
 from hp_muon_plugin.checkpoint.hashing import piece_bytes, pieces
 from hp_muon_plugin.checkpoint.megatron_names import Style, is_expert, moe_layers_of, place
-from hp_muon_plugin.checkpoint.step_counts import wanted_place
+from hp_muon_plugin.checkpoint.step_counts import wanted_place, with_step
 from hp_muon_plugin.errors import ConfigError
 
 _METADATA = {
@@ -41,7 +43,8 @@ class TorchDistWriter:
 
     def losses(self, source: Source, target: Target) -> list[str]:
         """As :class:`~hp_muon_plugin.checkpoint.canonical.Writer`."""
-        sharding_of(source, target)
+        if sharding_of(source, target) == BUCKETS:
+            buffers_plan(source, target)
         _check_experts(source, target)
         style_of_target(source, target)
         wanted_place(source, target)
@@ -82,10 +85,6 @@ class TorchDistWriter:
     def write(self, source: Source, folder: Path, target: Target, count: Callable[[int], None], budget: int) -> None:
         """As :class:`~hp_muon_plugin.checkpoint.canonical.Writer`."""
         sharding = sharding_of(source, target)
-        with DcpWriter(folder, target.shard_bytes, waiting_bytes=min(WAITING_BYTES, budget // 8)) as writer:
-            self._write_tensors(source, writer, target, sharding, count, piece_bytes(budget))
-            self._write_objects(source, writer, target)
-            writer.close()
         expert_parallel = target.ep > 1
         chain = members(source, expert_parallel)
         is_converted = not _unscaled(source)
@@ -93,9 +92,18 @@ class TorchDistWriter:
         for group in (group for items in lists for group in items if "momentum_convention" in group):
             group["momentum_convention"] = "moving_average" if is_converted else "sum"
         place, is_float32 = wanted_place(source, target), _is_float32(source.tensors())
+        with DcpWriter(folder, target.shard_bytes, waiting_bytes=min(WAITING_BYTES, budget // 8)) as writer:
+            self._write_tensors(source, writer, target, sharding, count, piece_bytes(budget))
+            self._write_objects(source, writer, target)
+            if sharding == BUCKETS and chain:
+                told = [[with_step(group, place) for group in items] for items in lists]
+                write_buffers(source, writer, target, chain, told, count, piece_bytes(budget))
+            writer.close()
         optimizer = optimizer_state(chain, lists, sharding, is_float32, place) if chain else {}
         momentum = Momentum.average if source.state().momentum and is_converted else source.state().momentum
-        torch.save(common_state(source, target, optimizer, sharding, momentum), folder / "common.pt")
+        inside = {INSIDE: expert_tensors_of(source, target)} if sharding == BUCKETS else {}
+        common = common_state(source, target, optimizer, sharding, momentum, inside)
+        torch.save(common, folder / "common.pt")
         write_durably(folder / "metadata.json", json.dumps(_METADATA))
 
     def _write_tensors(
@@ -148,7 +156,9 @@ def _padding(source: Source, target: Target, name: str) -> int:
         return 0
     state = source.state()
     rows = padded_rows(state.args, state.vocab_size, target)
-    return 0 if rows is None or info.shape[0] != state.vocab_size else rows - info.shape[0]
+    if rows is None or (info.shape[0] != state.vocab_size and target.sharding != BUCKETS):
+        return 0
+    return rows - info.shape[0]
 
 
 def _check_experts(source: Source, target: Target) -> None:
@@ -180,7 +190,9 @@ def _unscaled(source: Source) -> int:
 
 
 def _wanted(infos: Mapping[Key, Info], sharding: str) -> list[Key]:
-    """Tensors to write: all, and the masters that the optimizer has beyond them."""
+    """Tensors to write under their names: all, and the masters that the optimizer has beyond them."""
+    if sharding == BUCKETS:
+        return [key for key in infos if key.kind in (Kind.weight, Kind.buffer)]
     found = list(infos)
     with_state = {key.name: None for key in infos if key.kind not in (Kind.weight, Kind.buffer)}
     for name in with_state:
