@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from hp_muon_plugin.config.data_parallel import DpOptions, HpFsdp
 from hp_muon_plugin.config.model_checks import model_errors
-from hp_muon_plugin.config.optimizer import AdamW
+from hp_muon_plugin.config.optimizer import AdamW, HpMuon
 from hp_muon_plugin.config.trainer import Model, Topology, Train
 from hp_muon_plugin.errors import ConfigError, raise_all
 from hp_muon_plugin.train.data import Batch
@@ -61,15 +61,7 @@ Curves = tuple[list[float], list[float]]
 
 def run(launch: Launch, chosen: Features, wrappers: Sequence[DpOptions | None]) -> list[Curves | str]:
     """Losses and gradient norms of a few steps of AdamW under each wrapper, or why it was refused; on every rank."""
-    from megatron.core import parallel_state
-
-    options = model_options(chosen)
-    config = train_config(options, topology(chosen), optimizer=AdamW(weight_decay=0.0), global_batch=BATCH)
-    more: dict[str, int] = {"context_parallel_size": 2} if "cp" in chosen else {}
-    if "vpp" in chosen:
-        more["virtual_pipeline_model_parallel_size"] = 2
-    parallel_state.initialize_model_parallel = functools.partial(parallel_state.initialize_model_parallel, **more)
-    start(launch, config)
+    config = joined(launch, chosen)
     found: list[Curves | str] = []
     for dp in wrappers:
         try:
@@ -79,12 +71,32 @@ def run(launch: Launch, chosen: Features, wrappers: Sequence[DpOptions | None]) 
     return found
 
 
+def joined(launch: Launch, chosen: Features) -> Train:
+    """Join the job, and the options of the run."""
+    from megatron.core import parallel_state
+
+    config = train_config(
+        model_options(chosen), topology(chosen), optimizer=AdamW(weight_decay=0.0), global_batch=BATCH
+    )
+    more: dict[str, int] = {"context_parallel_size": 2} if "cp" in chosen else {}
+    if "vpp" in chosen:
+        more["virtual_pipeline_model_parallel_size"] = 2
+    parallel_state.initialize_model_parallel = functools.partial(parallel_state.initialize_model_parallel, **more)
+    start(launch, config)
+    return config
+
+
 def _run(chosen: Features, config: Train) -> Curves:
+    models, optimizer = built(chosen, config)
+    return train_steps(models, optimizer, config, chosen)
+
+
+def built(chosen: Features, config: Train) -> tuple[list[Any], Any]:
+    """Chunks under the wrapper that the options name, and their optimizer."""
     raise_all(list(model_errors(config.model, config.topology)))
     core = core_config(chosen, config)
     chunks = [build_chunk(core, config, chosen, place) for place in range(2 if "vpp" in chosen else 1)]
-    models, optimizer = _wrapped(core, config, chunks)
-    return _train(models, optimizer, config, chosen)
+    return _wrapped(core, config, chunks)
 
 
 def core_config(chosen: Features, config: Train) -> Any:
@@ -163,25 +175,35 @@ def _wrapped(core: Any, config: Train, chunks: list[torch.nn.Module]) -> tuple[l
     from megatron.core import optimizer as factory
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
+    from hp_muon_plugin.megatron import install
     from hp_muon_plugin.megatron.build import build_sharded_adamw
     from hp_muon_plugin.megatron.sharded_model import wrap_model_chunks
 
-    options = factory.OptimizerConfig(optimizer="adam", lr=3e-3, weight_decay=0.0, adam_beta2=0.95, clip_grad=1.0)
+    is_muon = isinstance(config.optimizer, HpMuon)
+    name, decay = "hp_muon" if is_muon else "adam", config.optimizer.weight_decay
+    options = factory.OptimizerConfig(optimizer=name, lr=3e-3, weight_decay=decay, adam_beta2=0.95, clip_grad=1.0)
+    if is_muon:
+        install(config.optimizer)
     if isinstance(config.dp, HpFsdp):
-        sharded = wrap_model_chunks(chunks, core, options=config.dp)
-        return list(sharded), build_sharded_adamw(options, sharded, config.optimizer)
-    models = [DistributedDataParallel(core, DistributedDataParallelConfig(), chunk) for chunk in chunks]
+        models: list[Any] = list(wrap_model_chunks(chunks, core, options=config.dp))
+        if isinstance(config.optimizer, AdamW):
+            return models, build_sharded_adamw(options, models, config.optimizer)
+    else:
+        models = [DistributedDataParallel(core, DistributedDataParallelConfig(), chunk) for chunk in chunks]
     return models, factory.get_megatron_optimizer(options, models)
 
 
-def _train(models: list[Any], optimizer: Any, config: Train, chosen: Features) -> Curves:
+def train_steps(
+    models: list[Any], optimizer: Any, config: Train, chosen: Features, *, steps: int = STEPS, first_step: int = 0
+) -> Curves:
+    """Losses and norms of some steps."""
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     size, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
     own, parts = _positions(chosen), 2 if "cp" in chosen else 1
     mask = torch.triu(torch.ones(1, 1, SEQ, SEQ, dtype=torch.bool), diagonal=1)
-    stream = batches(config, rank, size)
+    stream = batches(config, rank, size, first_step=first_step)
 
     def forward(rows: Any, model: Any) -> Any:
         row: Batch = next(rows)
@@ -192,7 +214,7 @@ def _train(models: list[Any], optimizer: Any, config: Train, chosen: Features) -
 
     losses, norms = [], []
     micro = BATCH // size
-    for _ in range(STEPS):
+    for _ in range(steps):
         rows = [next(stream) for _ in range(micro)]
         for model in models:
             model.zero_grad_buffer()
