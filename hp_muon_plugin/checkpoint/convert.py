@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -93,20 +93,21 @@ class Report:
     body: dict[str, Any] = field(default_factory=dict)
 
 
-def plan(source: Source, to: str, target: Target) -> Plan:
+def plan(source: Source, to: str, target: Target, flags: Collection[str] = ()) -> Plan:
     """Find out what a conversion would do; nothing is written.
 
     Args:
         source: The opened checkpoint.
         to: Target format.
         target: How it is written.
+        flags: Fields of it that the user named, to refuse those that mean nothing in the format.
 
     Raises:
-        ConfigError: If the source cannot be written so at all.
+        ConfigError: If an option or flag is none of the format's, or the source cannot be written so at all.
         CheckpointError: If the source is damaged in a way that shows in a sample.
     """
     writer = formats.writer(to)
-    formats.check_choices(to, (), target.options)
+    formats.check_choices(to, flags, target.options)
     refuse(source, list(sampled_masters(source)))
     losses = list(writer.losses(source, target))
     unclear = source.state().model.get("unclear_groups")

@@ -4,6 +4,7 @@
 A checkpoint is written to ``SAVE/iter_0000010.hp_muon_partial`` and renamed when it is whole.
 """
 
+import logging
 import os
 import re
 import shutil
@@ -11,6 +12,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from hp_muon_plugin.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 """Written last: a folder without it is no checkpoint."""
@@ -96,6 +99,54 @@ def read_tracker(save: Path) -> int | None:
             f"{path}: holds {text!r:.50}, not a number of steps\n  fix: name the folder to resume from"
         )
     return int(text)
+
+
+def named_checkpoint(given: Path) -> Path:
+    """The checkpoint of ours that a user names: itself, or the folder of checkpoints whose tracker names it.
+
+    Args:
+        given: As named.
+
+    Returns:
+        Its folder, which has a manifest.
+
+    Raises:
+        CheckpointError: If it is none.
+    """
+    if (given / MANIFEST).is_file():
+        return given
+    try:
+        iteration = read_tracker(given)
+    except CheckpointError as error:
+        why = str(error).partition("\n")[0]
+    else:
+        if iteration is not None and (folder_of(given, iteration) / MANIFEST).is_file():
+            return folder_of(given, iteration)
+        why = f"there is neither {MANIFEST} nor {TRACKER}"
+        if iteration is not None:
+            why = f"{TRACKER} names {folder_of(given, iteration).name}, which has no {MANIFEST}"
+    raise CheckpointError(
+        f"{given}: is no checkpoint of hp_muon_plugin: {why}\n"
+        "  fix: name a folder such as .../checkpoints/iter_0000100, or convert it with hp-muon ckpt convert --to hp"
+    )
+
+
+def to_go_on_from(save: Path) -> list[Path]:
+    """Checkpoints to resume from, as they are tried: the one that the tracker names, then the newest first.
+
+    Args:
+        save: Folder of all checkpoints of a run; it need not exist.
+    """
+    found = newest_first(save)
+    try:
+        iteration = read_tracker(save)
+    except CheckpointError as error:
+        logger.warning("%s", error)
+        return found
+    if iteration is None:
+        return found
+    named = folder_of(save, iteration)
+    return [named, *(folder for folder in found if folder != named)]
 
 
 def write_tracker(save: Path, iteration: int) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from hp_muon_plugin.checkpoint.agreement import Team
 from hp_muon_plugin.checkpoint.canonical import RunState
-from hp_muon_plugin.checkpoint.folders import MANIFEST, clean, folder_of, newest_first, read_tracker
+from hp_muon_plugin.checkpoint.folders import MANIFEST, clean, named_checkpoint, to_go_on_from
 from hp_muon_plugin.checkpoint.manifest import (
     Manifest,
     check_files,
@@ -53,7 +53,7 @@ def open_checkpoint(folder: Path, team: Team, *, verify: bool = True) -> Found:
         CheckpointError: On every rank, if it is not whole.
     """
     what = f"opening {folder}"
-    chosen = team.first(what, lambda: _one_of(folder))
+    chosen = team.first(what, lambda: named_checkpoint(folder))
     return _opened(chosen, team, verify=verify)
 
 
@@ -152,30 +152,9 @@ def _read(found: Found, parts: dict[str, Part]) -> None:
     reader.read_data(planner.finish_plan(plan), planner).wait()
 
 
-def _one_of(folder: Path) -> Path:
-    if (folder / MANIFEST).is_file():
-        return folder
-    iteration = read_tracker(folder)
-    if iteration is None:
-        raise CheckpointError(
-            f"{folder}: holds neither {MANIFEST} nor a tracker file, so it is no checkpoint of hp_muon_plugin\n"
-            "  fix: name a folder such as .../checkpoints/iter_0000100, or convert it with hp-muon ckpt convert"
-        )
-    return folder_of(folder, iteration)
-
-
 def _candidates(save: Path) -> list[Path]:
     clean(save)
-    found = newest_first(save)
-    try:
-        iteration = read_tracker(save)
-    except CheckpointError as error:
-        logger.warning("%s", error)
-        return found
-    if iteration is None:
-        return found
-    named = folder_of(save, iteration)
-    return [named, *(folder for folder in found if folder != named)]
+    return to_go_on_from(save)
 
 
 def _opened(folder: Path, team: Team, *, verify: bool) -> Found:

@@ -125,14 +125,13 @@ def _convert(options: argparse.Namespace) -> int:
         raise ConfigError("--jobs", options.jobs, "is no number of threads", "1 or more")
     formats.writer(options.to)
     given = [name for name in _FLAGS if getattr(options, name) is not None]
-    formats.check_choices(options.to, given, _pairs(options.option))
     source: Source = formats.open_checkpoint(options.source)
     try:
         if options.weights_only:
             source = WeightsOnly(source)
         if options.vocab_size is not None:
             source.state().vocab_size = _vocabulary(options.vocab_size, source)
-        found = convert.plan(source, options.to, _target(options, source, budget))
+        found = convert.plan(source, options.to, _target(options, source, budget), given)
         if options.dry_run:
             for line in plan_lines(found, collapsed=not options.all):
                 print(line)

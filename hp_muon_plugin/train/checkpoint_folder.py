@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hp_muon_plugin.checkpoint.folders import MANIFEST, TRACKER, folder_of, iterations, read_tracker
+from hp_muon_plugin.checkpoint.folders import MANIFEST, iterations, named_checkpoint, to_go_on_from
 from hp_muon_plugin.config.checkpoint_checks import AUTO, is_saving
 from hp_muon_plugin.config.trainer import Model, Train
 from hp_muon_plugin.errors import CheckpointError, ConfigError, raise_all
@@ -61,9 +61,9 @@ def check_checkpoints(config: Train, folder: Path) -> None:
     """
     options, save = config.checkpoint, save_folder(config, folder)
     if options.resume == AUTO:
-        there = iterations(save)
-        if there:
-            _check_model(config.model, folder_of(save, there[-1]))
+        tried = next((folder for folder in to_go_on_from(save) if (folder / MANIFEST).is_file()), None)
+        if tried is not None:
+            _check_model(config.model, tried)
     elif options.resume is not None:
         _check_model(config.model, _named(Path(str(options.resume))))
     if not is_saving(options):
@@ -80,27 +80,12 @@ def check_checkpoints(config: Train, folder: Path) -> None:
 
 
 def _named(given: Path) -> Path:
-    """The folder of a checkpoint of ours. Refuses what is none, or a folder whose tracker names none."""
-    why, named = "", given
-    if not (given / MANIFEST).is_file():
-        try:
-            iteration = read_tracker(given)
-        except CheckpointError as error:
-            why = str(error).partition("\n")[0]
-        else:
-            named = given if iteration is None else folder_of(given, iteration)
-            if iteration is None:
-                why = f"there is neither {MANIFEST} nor {TRACKER}"
-            elif not (named / MANIFEST).is_file():
-                why = f"{TRACKER} names {named.name}, which has no {MANIFEST}"
-    if why:
-        raise ConfigError(
-            "checkpoint.resume",
-            given,
-            f"is no checkpoint of hp_muon_plugin: {why}",
-            "name a folder such as .../checkpoints/iter_0000100, or convert it with hp-muon ckpt convert --to hp",
-        )
-    return named
+    """The folder of a checkpoint of ours."""
+    try:
+        return named_checkpoint(given)
+    except CheckpointError as error:
+        what, _, fix = str(error).partition("\n  fix: ")
+        raise ConfigError("checkpoint.resume", given, what.removeprefix(f"{given}: "), fix) from error
 
 
 def _check_model(model: Model, folder: Path) -> None:

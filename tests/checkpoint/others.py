@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hp_muon_plugin.checkpoint.canonical import Key, Kind, Source, Target
-from hp_muon_plugin.checkpoint.formats import open_checkpoint, writer
+from hp_muon_plugin.checkpoint.formats import check_choices, open_checkpoint, writer
 from tests.checkpoint.fixtures import DATA, SHARED, differences, digest, truth
 
 CARRIED = tuple(sorted(path.name.removesuffix(".tar.xz") for path in (DATA / "others").glob("*.tar.xz")))
@@ -77,6 +77,7 @@ def written(source: Source, to: str, folder: Path, target: Target | None = None)
     folder.mkdir(parents=True)
     counted: list[int] = []
     target = target or Target()
+    check_choices(to, (), target.options)
     chosen = writer(to)
     chosen.losses(source, target)
     chosen.write(source, folder, target, counted.append, BUDGET)

@@ -269,6 +269,8 @@ def test_inspect_tells_layout_and_step(tmp_path: Path, capsys: pytest.CaptureFix
         (["--to", "torch_dist", "--option", "lyers=stacked"], "--option lyers=stacked: is no option of the format"),
         (["--to", "torch", "--option", "make_vocab_size_divisible_by=x"], "is no number above 0"),
         (["--to", "torch", "--option", "experts=grupped"], "one of separate, grouped"),
+        (["--to", "torch", "--option", "step=here"], "one of parameter, group, group_tensor"),
+        (["--to", "hyper_parallel", "--option", "step=group"], "--option step=group: is no option of the format"),
         (["--to", "hp", "--sharding", "foo"], "--sharding=...: means nothing in the format hp"),
         (["--to", "hp", "--dtype", "bfloat16"], "it is for hf"),
         (["--to", "fsdp2", "--tp", "2"], "--tp=...: means nothing in the format fsdp2"),

@@ -38,7 +38,7 @@ def test_styles_and_stacks_can_be_chosen(tmp_path: Path) -> None:
     keys = DcpFolder(tmp_path / "out" / "there")
     assert "model.decoder.layers.1.mlp.experts.local_experts.3.linear_fc2.weight" in keys.tensors
     assert "optim.param_groups.decoder.final_layernorm.weight.lr" in keys.objects
-    with pytest.raises(ConfigError, match="style=curly: no such way"):
+    with pytest.raises(ConfigError, match="--option style=curly: no such choice"):
         written(source, "fsdp2", tmp_path / "no", Target(options={"style": "curly"}))
 
 
@@ -79,7 +79,7 @@ def test_momentum_is_converted_when_the_reader_asks(tmp_path: Path) -> None:
     again = written(average, "fsdp2", tmp_path / "sum", Target(options={"momentum": "sum"}))
     assert again.state().momentum is Momentum.sum
     assert torch.equal(again.read(key), buffer)  # a quarter is exact
-    with pytest.raises(ConfigError, match="momentum=mean: no convention"):
+    with pytest.raises(ConfigError, match="--option momentum=mean: no such choice"):
         written(source, "fsdp2", tmp_path / "no", Target(options={"momentum": "mean"}))
 
 

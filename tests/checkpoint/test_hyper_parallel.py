@@ -58,7 +58,7 @@ def test_worlds_that_do_not_divide_are_refused(tmp_path: Path) -> None:
     source = open_checkpoint(fixture(MUON, tmp_path) / "ckpt")
     with pytest.raises(ConfigError, match=r"world=3: \S+ has \d+ rows, which do not divide"):
         written(source, "hyper_parallel", tmp_path / "a", Target(options={"world": "3"}))
-    with pytest.raises(ConfigError, match="world=many: no number of ranks"):
+    with pytest.raises(ConfigError, match="--option world=many: is no number above 0"):
         written(source, "hyper_parallel", tmp_path / "b", Target(options={"world": "many"}))
 
 

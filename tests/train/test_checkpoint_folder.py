@@ -69,6 +69,24 @@ def test_a_checkpoint_of_a_model_of_other_shapes_is_refused_before_ranks_start(
     assert str(caught.value).count("was saved with") == len(options)
 
 
+def test_auto_looks_at_the_checkpoint_that_it_would_go_on_from(tmp_path: Path) -> None:
+    """It looked at the greatest step, which a run that went back has written earlier, and of another model."""
+    save = tmp_path / "run" / "checkpoints"
+    for step, layers in ((3, 4), (9, 6)):
+        folder = save / f"iter_{step:07d}"
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").write_text(json.dumps({"state": {"model": asdict(Model(num_layers=layers))}}))
+    tracker = save / "latest_checkpointed_iteration.txt"
+    config = Train(model=Model(num_layers=4), checkpoint=Checkpoint(every=1, resume="auto"))
+    tracker.write_text("3")
+    check_checkpoints(config, tmp_path / "run")
+    (save / "iter_0000012").mkdir()  # not whole: the next one is tried
+    tracker.write_text("12")
+    (save / "iter_0000009" / "manifest.json").touch()
+    with pytest.raises(ConfigError, match=r"model\.num_layers=4: \S+iter_0000009 was saved with 6"):
+        check_checkpoints(config, tmp_path / "run")
+
+
 def test_what_other_programs_recorded_of_a_model_is_not_compared(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text(json.dumps({"state": {"model": {"num_query_groups": 1, "num_layers": 9}}}))
     check_checkpoints(Train(checkpoint=Checkpoint(resume=str(tmp_path))), tmp_path / "run")

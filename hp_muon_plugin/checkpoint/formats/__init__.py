@@ -9,6 +9,7 @@ from typing import cast
 from hp_muon_plugin.checkpoint.canonical import Source, Writer
 from hp_muon_plugin.checkpoint.detect import Found, find
 from hp_muon_plugin.checkpoint.formats.spelling import PREDICTION, PREDICTIONS
+from hp_muon_plugin.checkpoint.step_counts import OPTION, StepPlace
 from hp_muon_plugin.errors import CheckpointError, ConfigError
 
 _PACKAGE = "hp_muon_plugin.checkpoint.formats"
@@ -16,6 +17,7 @@ _ANY: tuple[str, ...] = ()
 _NUMBER = ("1", "2", "...")
 _MOMENTUM = {"momentum": ("sum", "average"), "momentum_is": ("sum", "average")}
 _PREDICTION = {PREDICTION: PREDICTIONS}
+_STEP = {OPTION: tuple(StepPlace)}
 _SPELLING = {"spec": ("local", "te"), "experts": ("separate", "grouped"), **_PREDICTION}
 _PADDING = {"make_vocab_size_divisible_by": _NUMBER}
 _DIVISION = {
@@ -66,6 +68,7 @@ FORMATS = {
                 **_PADDING,
                 **_DIVISION,
                 **_MOMENTUM,
+                **_STEP,
             },
         ),
         Format(
@@ -74,14 +77,14 @@ FORMATS = {
             "legacy:open_legacy",
             "legacy_write:LegacyWriter",
             flags=("tp", "pp", "ep", "sharding"),
-            options={**_SPELLING, **_PADDING, **_DIVISION, **_MOMENTUM},
+            options={**_SPELLING, **_PADDING, **_DIVISION, **_MOMENTUM, **_STEP},
         ),
         Format(
             "fsdp_dtensor",
             "Megatron-FSDP",
             "megatron_fsdp:open_fsdp_dtensor",
             "megatron_fsdp_write:MegatronFsdpWriter",
-            options={**_SPELLING, **_MOMENTUM},
+            options={**_SPELLING, **_MOMENTUM, **_STEP},
         ),
         Format(
             "fsdp2",
@@ -96,7 +99,7 @@ FORMATS = {
             "Megatron's own torch FSDP2, by numbers",
             "torch_dcp:open_torch_dcp",
             "torch_dcp_write:TorchDcpWriter",
-            options={**_SPELLING, **_MOMENTUM},
+            options={**_SPELLING, **_MOMENTUM, **_STEP},
         ),
         Format(
             "hyper_parallel",
@@ -162,7 +165,7 @@ def writer(name: str) -> Writer:
 
 
 def check_choices(to: str, flags: Collection[str], options: Mapping[str, str]) -> None:
-    """Refuse what a format would pass over in silence.
+    """Refuse what a format would pass over in silence, or cannot understand. The only check: writers rely on it.
 
     Args:
         to: Format to write.

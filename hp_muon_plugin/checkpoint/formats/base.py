@@ -164,7 +164,7 @@ def momentum_factor(source: Source, target: Target, wanted: Momentum | None, nam
         name: Which parameter.
 
     Raises:
-        ConfigError: If an option is no convention, or the decay is not known.
+        ConfigError: If the decay is not known.
     """
     state = source.state()
     has = _convention(target, "momentum_is") or state.momentum
@@ -206,11 +206,7 @@ def momentum_of(source: Source, target: Target, wanted: Momentum | None) -> Mome
 
 def _convention(target: Target, option: str) -> Momentum | None:
     value = target.options.get(option)
-    if value is None:
-        return None
-    if value not in list(Momentum):
-        raise ConfigError(option, value, "no convention of a momentum buffer", f"write one of {', '.join(Momentum)}")
-    return Momentum(value)
+    return None if value is None else Momentum(value)
 
 
 def record(source: Source, momentum: Momentum | None, step_place: str | None = None) -> dict[str, Any]:

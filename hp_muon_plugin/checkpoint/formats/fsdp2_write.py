@@ -42,8 +42,6 @@ class Fsdp2Writer:
 
     def losses(self, source: Source, target: Target) -> list[str]:
         """As :class:`~hp_muon_plugin.checkpoint.canonical.Writer`."""
-        _option(source, target, "style", ("nested", "flat"), "flat_optimizer")
-        _option(source, target, "experts", ("separate", "stacked"), "stacked_experts")
         check_momentum(source, target, None)
         return []
 
@@ -54,8 +52,8 @@ class Fsdp2Writer:
 
     def _write(self, tree: DcpTree, source: Source, target: Target) -> None:
         state = source.state()
-        flat = _option(source, target, "style", ("nested", "flat"), "flat_optimizer")
-        stacked = _option(source, target, "experts", ("separate", "stacked"), "stacked_experts")
+        flat = _wants(source, target, "style", "flat", "flat_optimizer")
+        stacked = _wants(source, target, "experts", "stacked", "stacked_experts")
         stacks = (
             stacks_of(source)
             if stacked
@@ -162,11 +160,7 @@ def _is_stack(name: str) -> bool:
     return re.search(r"\.experts\.linear_fc[12]\.(weight|bias)$", name) is not None
 
 
-def _option(source: Source, target: Target, option: str, choices: tuple[str, str], fact: str) -> bool:
-    """Whether the second choice is taken: by the option, or because the source was so."""
+def _wants(source: Source, target: Target, option: str, choice: str, fact: str) -> bool:
+    """Whether a choice is taken: by the option, or because the source was so."""
     value = target.options.get(option)
-    if value is None:
-        return bool(source.state().model.get(fact))
-    if value not in choices:
-        raise ConfigError(option, value, "no such way", f"write {' or '.join(choices)}")
-    return value == choices[1]
+    return bool(source.state().model.get(fact)) if value is None else value == choice

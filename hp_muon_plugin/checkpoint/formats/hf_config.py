@@ -161,8 +161,4 @@ def _configured_heads(source: Source) -> int | None:
 
 def _number(target: Target, option: str) -> int | None:
     value = target.options.get(option)
-    if value is None:
-        return None
-    if not value.isdigit() or int(value) < 1:
-        raise ConfigError(option, value, "no positive number", "write a number")
-    return int(value)
+    return None if value is None else int(value)

@@ -50,19 +50,19 @@ def style_of_target(source: Source, target: Target) -> Style:
         target: Its options ``layers`` (stacked or separate) and ``spec`` (local or te) overrule.
 
     Raises:
-        ConfigError: If an option is unknown, or layers differ and cannot be stacked.
+        ConfigError: If layers differ and cannot be stacked.
     """
     model = source.state().model
     infos = source.tensors()
     homogeneous = _are_homogeneous(infos)
-    layers = _choice(target, "layers", ("stacked", "separate"))
+    layers = target.options.get("layers")
     if layers == "stacked" and not homogeneous:
         raise ConfigError("layers", layers, "layers of this model differ", "leave it out, or write layers=separate")
     default = "separate" if _freq_is_list(source.state().args) else "stacked"
     layers = layers or model.get("layers") or default
     if layers == "stacked" and not homogeneous:
         layers = "separate"
-    spec = _choice(target, "spec", ("local", "te"))
+    spec = target.options.get("spec")
     latent = any(".linear_kv_down_proj." in key.name for key in infos)
     norms = model.get("norms_with_linear")
     if spec is not None or norms is None:
@@ -73,13 +73,6 @@ def style_of_target(source: Source, target: Target) -> Style:
             if fused
         ]
     return Style(layers == "stacked", "input" in norms, "mlp" in norms, "moe" in norms, "latent" in norms)
-
-
-def _choice(target: Target, option: str, choices: tuple[str, str]) -> str | None:
-    value = target.options.get(option)
-    if value is not None and value not in choices:
-        raise ConfigError(f"--option {option}", value, "no such choice", f"one of {', '.join(choices)}")
-    return value
 
 
 def _freq_is_list(args: Mapping[str, Any]) -> bool:
