@@ -55,14 +55,14 @@ def _lines(work: Callable[[], object]) -> int:
     return count
 
 
-def _convert(source: Source, to: str, folder: Path) -> None:
-    convert(plan(source, to, Target()), folder, drop=True)
+def _convert(source: Source, to: str, folder: Path, sharding: str | None = None) -> None:
+    convert(plan(source, to, Target(sharding=sharding)), folder, drop=True)
 
 
-def _both_ways(experts: int, to: str, folder: Path) -> tuple[int, int]:
+def _both_ways(experts: int, to: str, sharding: str | None, folder: Path) -> tuple[int, int]:
     """Lines of a conversion from our format, and of one back, each with opening and verification."""
     made = written(_model(experts), "hp", folder / "made")
-    there = _lines(lambda: _convert(made, to, folder / "there"))
+    there = _lines(lambda: _convert(made, to, folder / "there", sharding))
     made.close()
 
     def back() -> None:
@@ -73,9 +73,11 @@ def _both_ways(experts: int, to: str, folder: Path) -> tuple[int, int]:
     return there, _lines(back)
 
 
-@pytest.mark.parametrize("to", [name for name in FORMATS if name != "hf"])
-def test_work_for_each_tensor_does_not_grow_with_their_number(to: str, tmp_path: Path) -> None:
-    few = _both_ways(FEW, to, tmp_path / "few")
-    many = _both_ways(MANY, to, tmp_path / "many")
+@pytest.mark.parametrize(
+    ("to", "sharding"), [*((name, None) for name in FORMATS if name != "hf"), ("torch_dist", "dp_reshardable")]
+)
+def test_work_for_each_tensor_does_not_grow_with_their_number(to: str, sharding: str | None, tmp_path: Path) -> None:
+    few = _both_ways(FEW, to, sharding, tmp_path / "few")
+    many = _both_ways(MANY, to, sharding, tmp_path / "many")
     for direction, a, b in zip(("there", "back"), few, many, strict=True):
         assert b < 1.15 * MANY / FEW * a, f"{direction}: {a} lines for {FEW} experts, {b} for {MANY}"

@@ -1,6 +1,7 @@
 """Where parameters lie in a legacy flat buffer of DistributedOptimizer: buckets one after another, without padding."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 from hp_muon_plugin.checkpoint.buckets import Slot, aligned
 
@@ -46,8 +47,8 @@ def layout(entries: Sequence[Entry], bucket_size: int | None = None) -> tuple[di
         First element of each in the buffer, and the elements of the whole.
     """
     slots, lengths = buckets(entries, bucket_size)
-    firsts = [sum(lengths[:index]) for index in range(len(lengths))]
-    return {name: firsts[slot.bucket] + slot.start for name, slot in slots.items()}, sum(lengths)
+    firsts = [0, *accumulate(lengths)]
+    return {name: firsts[slot.bucket] + slot.start for name, slot in slots.items()}, firsts[-1]
 
 
 def laid(entries: Sequence[Entry], lengths: Sequence[int]) -> dict[str, Slot] | None:

@@ -88,11 +88,13 @@ def write_buffers(
                 key = f"{where}.gbuf_idx_{place}.dtype_{(buffer.dtype, torch.float32)}"
                 slots, each = buckets(buffer.entries, size)
                 lengths.append({(buffer.dtype, torch.float32): each})
+                inside: list[list[tuple[int, str]]] = [[] for _ in each]
+                for local, slot in slots.items():
+                    inside[slot.bucket].append((slot.start, local))
                 for kind in (None, *_KINDS):
                     for bucket, length in enumerate(each):
                         name = f"{key}.bucket_idx_{bucket}.{kind or 'param'}"
-                        inside = [(slot.start, local) for local, slot in slots.items() if slot.bucket == bucket]
-                        parts = [(start, _state(made, rank, buffer, local, kind)) for start, local in sorted(inside)]
+                        parts = [(at, _state(made, rank, buffer, local, kind)) for at, local in sorted(inside[bucket])]
                         _write_bucket(writer, name, length, parts, count, piece)
             padded = [{key: [_padded(n, ranks) for n in each] for key, each in one.items()} for one in lengths]
             writer.add_object(f"{where}.optimizer/shard_0_1", [{"param_groups": groups}])
