@@ -15,6 +15,7 @@ _PACKAGES = (
     "megatron-core",
     "mindspeed",
     "transformer-engine",
+    "emerging-optimizers",
     "hydra-core",
     "omegaconf",
     "numpy",

@@ -7,7 +7,7 @@ of loaded modules finds by identity. A function imported afterwards is the hooke
 import importlib
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from types import ModuleType
 from typing import Any
@@ -17,11 +17,16 @@ from hp_muon_plugin.megatron.versions import CoreVersion
 from hp_muon_plugin.platform import patching
 
 _OWN_PACKAGE = "hp_muon_plugin."
+OPTIMIZER = "hp_muon"
+"""By which Megatron's configuration names our optimizer."""
+ENTRY_CLASS = "EmergingOptimizerEntry"
+"""What the values of Megatron's table of optimizers are."""
 
 
 class HookKind(StrEnum):
     """What a hook does."""
 
+    entry = "entry"
     factory = "factory"
     guard = "guard"
     wrapper = "wrapper"
@@ -36,7 +41,7 @@ class Hook:
         module: Module that defines the target.
         attribute: Dotted name inside the module.
         kind: What it does.
-        parameters: Parameter names that the target must have.
+        parameters: Parameter names that the target must have, or the class of a table's entries.
         first: First lane that has the target.
         last: Last tested lane that has it.
         why: Why it is needed.
@@ -96,6 +101,18 @@ HOOKS: tuple[Hook, ...] = (
         remove_when="0.16 is no longer supported",
     ),
     Hook(
+        name="registry",
+        module="megatron.core.optimizer.emerging_optimizers",
+        attribute="_EMERGING_OPTIMIZERS",
+        kind=HookKind.entry,
+        parameters=("optimizer_cls", "init_state_fn", "config_to_kwargs", "default_param_overrides"),
+        first=(0, 18),
+        last=(0, 19),
+        why="Megatron's own factory, where it is not hooked or a trainer kept it by value, finds hp_muon in its table: "
+        "under DistributedDataParallel only, and with the package emerging-optimizers, as every entry",
+        remove_when="the hook optimizer can go; it is a convenience",
+    ),
+    Hook(
         name="wrapper",
         module="megatron.core.distributed",
         attribute="DistributedDataParallel.__init__",
@@ -139,6 +156,8 @@ class Installed:
 
     def names(self) -> list[str]:
         """Where it was replaced, as dotted names."""
+        if self.hook.kind is HookKind.entry:
+            return [f"{self.hook.target}[{name!r}]" for _, name in self.places]
         return [f"{getattr(owner, '__name__', owner)}.{name}" for owner, name in self.places]
 
 
@@ -172,11 +191,13 @@ def check_signature(hook: Hook, function: Callable[..., Any]) -> None:
 
     Args:
         hook: The hook.
-        function: What stands at its target.
+        function: What stands at its target; for a table, its entries' class is looked at instead.
 
     Raises:
         HookError: Naming the missing parameters.
     """
+    if hook.kind is HookKind.entry:
+        *_, function = resolve(replace(hook, attribute=ENTRY_CLASS))
     parameters = inspect.signature(function).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         return
@@ -190,7 +211,7 @@ def check_signature(hook: Hook, function: Callable[..., Any]) -> None:
 
 
 def put(hook: Hook, make: Callable[[Any], Any]) -> Installed:
-    """Replace the target of a hook and every alias of it.
+    """Replace the target of a hook and every alias of it, or add an entry to a table.
 
     Args:
         hook: The hook.
@@ -204,12 +225,24 @@ def put(hook: Hook, make: Callable[[Any], Any]) -> Installed:
     """
     owner, name, original = resolve(hook)
     check_signature(hook, original)
+    if hook.kind is HookKind.entry:
+        return _put_entry(hook, original, make(original))
     installed = Installed(hook, original, make(original))
     for place in [(owner, name), *aliases(original)]:
         if place not in installed.places:
             setattr(*place, installed.replacement)
             installed.places.append(place)
     return installed
+
+
+def _put_entry(hook: Hook, table: dict[str, Any], entry: Any) -> Installed:
+    if OPTIMIZER in table:
+        raise HookError(
+            f"hook {hook.name}: {hook.target}[{OPTIMIZER!r}] is there already, and not ours\n"
+            "  fix: remove it, or leave this hook out by HP_MUON_HOOKS"
+        )
+    table[OPTIMIZER] = entry
+    return Installed(hook, None, entry, [(table, OPTIMIZER)])
 
 
 def take_back(installed: Installed) -> None:
@@ -221,10 +254,11 @@ def take_back(installed: Installed) -> None:
     Raises:
         HookError: If somebody has replaced our replacement since; then nothing is changed.
     """
+    is_entry = installed.hook.kind is HookKind.entry
     foreign = [
-        f"{getattr(owner, '__name__', owner)}.{name}"
-        for owner, name in installed.places
-        if vars(owner).get(name) is not installed.replacement
+        shown
+        for (owner, name), shown in zip(installed.places, installed.names(), strict=True)
+        if (owner if is_entry else vars(owner)).get(name) is not installed.replacement
     ]
     if foreign:
         raise HookError(
@@ -232,7 +266,10 @@ def take_back(installed: Installed) -> None:
             "  fix: uninstall whatever was installed later first"
         )
     for owner, name in installed.places:
-        setattr(owner, name, installed.original)
+        if is_entry:
+            del owner[name]
+        else:
+            setattr(owner, name, installed.original)
 
 
 def aliases(function: Any) -> list[tuple[ModuleType, str]]:

@@ -75,8 +75,10 @@ def install(
         raise HookError("install() was called before with other arguments\n  fix: call uninstall() first")
     version = core_version()
     check_tested(version, allow_untested=allow_untested)
+    wanted = _wanted(version, hooks)
+    _check_enough(wanted, select)
     check_contract()
-    _report = _put_all(Report(version, select, given, wrapper, strict=strict), hooks, strict=strict)
+    _report = _put_all(Report(version, select, given, wrapper, strict=strict), wanted, strict=strict)
     if select is Select.always:
         atexit.register(_warn_unused, _report)
     logger.info("%s", _report)
@@ -99,9 +101,9 @@ def _typed_wrapper(options: HpFsdp | Mapping[str, Any] | None) -> HpFsdp | None:
     return typed
 
 
-def _put_all(report: Report, names: Sequence[str] | None, *, strict: bool) -> Report:
+def _put_all(report: Report, hooks: Sequence[Hook], *, strict: bool) -> Report:
     try:
-        for hook in _wanted(report.version, names):
+        for hook in hooks:
             _put(hook, report, strict)
     except HookError:
         _take_back(report)
@@ -144,10 +146,25 @@ def _wanted(version: CoreVersion, names: Sequence[str] | None) -> list[Hook]:
     return [hook for hook in HOOKS if hook.applies(version) and (names is None or hook.name in names)]
 
 
+def _check_enough(hooks: Sequence[Hook], select: Select) -> None:
+    """Only a factory hook can build ours for another optimizer's name."""
+    if select is Select.always and all(hook.kind is not HookKind.factory for hook in hooks):
+        names = ", ".join(hook.name for hook in hooks)
+        raise HookError(
+            f"hp_muon is to take the place of every optimizer, and none of the hooks {names} does that\n"
+            "  fix: add the hook 'optimizer' (hooks=..., HP_MUON_HOOKS), or leave them out"
+        )
+
+
 def _put(hook: Hook, report: Report, strict: bool) -> None:
-    make = {HookKind.factory: _factory, HookKind.guard: _guard, HookKind.wrapper: _wrapper}[hook.kind]
+    make = {
+        HookKind.entry: _entry,
+        HookKind.factory: _factory,
+        HookKind.guard: _guard,
+        HookKind.wrapper: _wrapper,
+    }
     try:
-        installed_hook = put(hook, functools.partial(make, hook, report))
+        installed_hook = put(hook, functools.partial(make[hook.kind], hook, report))
     except HookError as error:
         if strict:
             raise
@@ -186,6 +203,13 @@ def _factory(hook: Hook, report: Report, original: Any) -> Any:
     return factory
 
 
+def _entry(hook: Hook, report: Report, table: Any) -> Any:
+    """What Megatron's own factory takes the plugin's optimizer from."""
+    from hp_muon_plugin.megatron.registry import registry_entry
+
+    return registry_entry(report)
+
+
 def _sharded(config: Any, chunks: Sequence[Any], arguments: Mapping[str, Any]) -> Any:
     from hp_muon_plugin.megatron.wrapping import build_for_shards
 
@@ -208,7 +232,7 @@ def _guard(hook: Hook, report: Report, original: Any) -> Any:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         bound = inspect.signature(original).bind(self, *args, **kwargs).arguments
         is_expected = report.is_selected(bound["config"]) or report.num_wrapped > 0
-        if is_expected and not type(self).__module__.startswith("hp_muon_plugin."):
+        if is_expected and not any(_is_ours(made) for made in (self, bound["optimizer"])):
             what = (
                 "hp_muon is selected" if report.is_selected(bound["config"]) else "the model is sharded by dp=hp_fsdp"
             )
@@ -224,6 +248,11 @@ def _guard(hook: Hook, report: Report, original: Any) -> Any:
         original(self, *args, **kwargs)
 
     return init
+
+
+def _is_ours(optimizer: Any) -> bool:
+    """Whether something is an optimizer of ours; Megatron's own classes may stand around one."""
+    return type(optimizer).__module__.startswith("hp_muon_plugin.")
 
 
 def _warn_unused(report: Report) -> None:

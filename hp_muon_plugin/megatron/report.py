@@ -9,12 +9,10 @@ from typing import Any
 from hp_muon_plugin.config.data_parallel import HpFsdp
 from hp_muon_plugin.errors import HookError
 from hp_muon_plugin.megatron.first_step import LEFT_OUT, Trained, trainable
-from hp_muon_plugin.megatron.hooks import Installed
+from hp_muon_plugin.megatron.hooks import OPTIMIZER, Installed
 from hp_muon_plugin.megatron.options import Given
 from hp_muon_plugin.megatron.versions import CoreVersion
 from hp_muon_plugin.muon.gradients import listed
-
-NAME = "hp_muon"
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +70,7 @@ class Report:
         Returns:
             True if so.
         """
-        return self.select is Select.always or getattr(config, "optimizer", None) == NAME
+        return self.select is Select.always or getattr(config, "optimizer", None) == OPTIMIZER
 
     def note_built(self, optimizer: Any, chunks: Sequence[Any]) -> None:
         """Remember that Megatron's factory was asked for an optimizer.
@@ -86,6 +84,15 @@ class Report:
         if optimizer is not None:
             self.num_built += 1
             optimizer.first_step.trained, optimizer.first_step.is_strict = self.trained, self.strict
+
+    def note_registered(self, chunks: Sequence[Any]) -> None:
+        """Remember that Megatron's own factory took the plugin's optimizer from its table.
+
+        Args:
+            chunks: Model chunks that it updates.
+        """
+        self.note_built(None, chunks)
+        self.num_built += 1
 
     def note_sharded(self, chunk: Any) -> None:
         """Remember a chunk that the plugin has wrapped.

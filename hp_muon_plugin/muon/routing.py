@@ -49,6 +49,18 @@ _ROLE_REASONS: dict[Role, str] = {
 }
 
 
+def is_adamw_role(role: Role) -> bool:
+    """Whether parameters of a role go to AdamW, whatever their shape.
+
+    Args:
+        role: The role.
+
+    Returns:
+        True if so.
+    """
+    return role in _ROLE_REASONS
+
+
 def default_route(spec: ParamSpec) -> tuple[Algorithm, str]:
     """What the role alone says.
 

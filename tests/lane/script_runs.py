@@ -6,6 +6,9 @@ import importlib.util
 import io
 import os
 import re
+import runpy
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,11 +86,18 @@ def shared_script(num_ranks: int, *arguments: str) -> Outcome:
     return script(num_ranks, *arguments)
 
 
-def _run(num_ranks: int, line: tuple[str, ...]) -> Outcome:
+def script_alone(num_ranks: int, path: str, *arguments: str) -> Outcome:
+    """A script without ``hp_muon_plugin.run``, which has to register the plugin by itself."""
+    return _run(num_ranks, (path, *SMALL, *arguments), _alone)
+
+
+def _run(
+    num_ranks: int, line: tuple[str, ...], rank: Callable[[Launch, tuple[str, ...]], Any] | None = None
+) -> Outcome:
     require_training()
     import megatron.training.training  # noqa: F401  # once, before ranks are forked
 
-    results = run_ranks(num_ranks, _rank, line, timeout_s=280.0)
+    results = run_ranks(num_ranks, rank or _rank, line, timeout_s=280.0)
     codes = {code for code, _ in results}
     assert len(codes) == 1, results
     return Outcome(codes.pop(), results[0][1], results[-1][1])
@@ -96,6 +106,25 @@ def _run(num_ranks: int, line: tuple[str, ...]) -> Outcome:
 def _rank(launch: Launch, line: tuple[str, ...]) -> Any:
     from hp_muon_plugin.cli.script import run
 
+    return _told(launch, lambda: run(line))
+
+
+def _alone(launch: Launch, line: tuple[str, ...]) -> Any:
+    from hp_muon_plugin.megatron.training_fixes import apply_training_fixes
+
+    def call() -> int:
+        apply_training_fixes()
+        sys.argv = list(line)
+        try:
+            runpy.run_path(line[0], run_name="__main__")
+        except SystemExit as ended:
+            return int(ended.code or 0)
+        return 0
+
+    return _told(launch, call)
+
+
+def _told(launch: Launch, call: Callable[[], int]) -> tuple[int, str]:
     os.environ.update(
         {
             "RANK": str(launch.rank),
@@ -108,5 +137,5 @@ def _rank(launch: Launch, line: tuple[str, ...]) -> Any:
     joined(launch, timeout_s=60.0)  # Megatron takes a job that is joined already, so that no port is needed
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-        code = run(line)
+        code = call()
     return code, out.getvalue()

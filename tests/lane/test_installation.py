@@ -88,6 +88,14 @@ def test_only_the_hooks_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> N
         install()
 
 
+def test_hooks_that_could_never_build_the_optimizer_are_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was told when the script had ended: ``registry`` alone knows the name hp_muon, and the carrier is adam."""
+    monkeypatch.setenv("HP_MUON_HOOKS", "registry,wrapper")
+    with pytest.raises(HookError, match=r"(?s)to take the place of every optimizer.*fix: add the hook 'optimizer'"):
+        install(select="always")
+    assert installed() is None
+
+
 def test_a_changed_signature_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     import megatron.core.optimizer as factory
 

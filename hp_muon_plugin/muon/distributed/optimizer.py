@@ -1,7 +1,7 @@
 """Muon over parameters that ranks share, and AdamW over their shards, as one torch optimizer."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -149,6 +149,24 @@ class ShardedMuonOptimizer(HpMuonOptimizer):
     def num_orthogonalized(self) -> int:
         """Matrices that this rank has orthogonalised since construction."""
         return super().num_orthogonalized + sum(executor.num_orthogonalized for _, executor in self._shares)
+
+    def exchange(self, masters: Mapping[torch.nn.Parameter, torch.nn.Parameter]) -> None:
+        """Go on with other parameters of the same shapes, which somebody has put into the groups.
+
+        Args:
+            masters: What to update from now on, by what was updated before; not where replicas send each other weights.
+        """
+        assert not self._broadcasts, "what is sent would stay the old parameters"
+        self.specs = {masters.get(param, param): spec for param, spec in self.specs.items()}
+        self._in_plan = [masters.get(param, param) for param in self._in_plan]
+        self._shared = {masters.get(param, param) for param in self._shared}
+        self._shares = [
+            (
+                replace(share, mains=tuple(main if main is None else masters.get(main, main) for main in share.mains)),
+                run,
+            )
+            for share, run in self._shares
+        ]
 
     def _planned(self) -> list[torch.nn.Parameter]:
         elsewhere = self._shared | self._not_owned
