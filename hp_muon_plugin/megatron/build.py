@@ -19,7 +19,7 @@ from hp_muon_plugin.megatron.optimizer import HpMuonMegatronOptimizer
 from hp_muon_plugin.megatron.options import Given, resolve_options
 from hp_muon_plugin.megatron.param_groups import divide_groups, upstream_groups
 from hp_muon_plugin.megatron.refusals import refuse_arguments, refuse_split_latent, refuse_unreduced, refuse_wrappers
-from hp_muon_plugin.megatron.sharded_build import adamw_only, build_sharded_optimizer
+from hp_muon_plugin.megatron.sharded_build import adamw_only, all_adamw, build_sharded_optimizer
 from hp_muon_plugin.megatron.sharded_model import HpFsdpModel
 from hp_muon_plugin.megatron.specs import chunk_specs
 from hp_muon_plugin.muon.distributed.items import ShardedParam
@@ -128,18 +128,6 @@ def build_sharded_adamw(
         The optimizer.
     """
     return build_sharded_optimizer(config, chunks, adamw_only(options), all_adamw, arguments=arguments)
-
-
-def all_adamw(specs: Mapping[torch.nn.Parameter, ParamSpec]) -> tuple[Route, ...]:
-    """Routes of a model without Muon.
-
-    Args:
-        specs: Its parameters.
-
-    Returns:
-        AdamW for each.
-    """
-    return tuple(Route(spec, Algorithm.adamw, "the optimizer is AdamW") for spec in specs.values())
 
 
 def muon_routes(settings: HpMuon, specs: Mapping[torch.nn.Parameter, ParamSpec]) -> tuple[Route, ...]:

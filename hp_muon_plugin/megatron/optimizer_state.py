@@ -7,9 +7,11 @@ import torch
 import torch.distributed as dist
 
 from hp_muon_plugin.muon.optimizer import HpMuonOptimizer
+from hp_muon_plugin.muon.routing import Algorithm
 
 _COMMON_STEP = "common_step"
 _OWN_GROUPS = "own_param_groups"
+_STEP = "step"
 
 
 def load_main_params(optimizer: HpMuonOptimizer, mains: Sequence[torch.nn.Parameter], state: dict[str, Any]) -> None:
@@ -41,17 +43,56 @@ def _groups(own: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]]) -> l
     Megatron's own AdamW orders its groups otherwise, and a run with another number of expert-parallel ranks has others.
     Then each group keeps what this run says of it.
     """
-    if len(saved) == len(own) and all("algorithm" in group for group in saved):
+    if [group.get("algorithm") for group in saved] == [group["algorithm"] for group in own]:
         return [{**group, "params": live["params"]} for group, live in zip(saved, own, strict=True)]
     return [{"params": live["params"]} for live in own]
 
 
 def _megatrons_step(state: dict[str, Any]) -> float | None:
-    """Step of Megatron's own AdamW: of one optimizer, or of two chained ones, for dense weights and for experts."""
+    """Step of Megatron's own AdamW: of one optimizer, or of two chained ones, for dense weights and for experts.
+
+    Fused Adams keep it in groups, and what they loaded and do not use stays behind: the largest is alive.
+    """
     holders = [state, *(value for value in state.values() if isinstance(value, dict))]
     holders += [holder["optimizer"] for holder in holders[1:] if isinstance(holder.get("optimizer"), dict)]
     steps = [holder["state"][_COMMON_STEP] for holder in holders if _COMMON_STEP in holder.get("state", ())]
+    steps += [group[_STEP] for holder in holders for group in holder.get("param_groups", ()) if _STEP in group]
     return max((float(step) for step in steps), default=None)
+
+
+def as_megatrons_adamw(state: dict[str, Any], *, has_masters: bool) -> dict[Any, Any]:
+    """AdamW's state in the form in which Megatron's own optimizers write and find it.
+
+    Megatron chains an optimizer of dense weights and one of experts where there are expert-parallel ranks, and matches
+    groups by their values. Tensors are found by their keys, so that they may all stand in the first.
+
+    Args:
+        state: From :func:`sharded_optimizer_state` of an optimizer without Muon.
+        has_masters: Whether the model computes in another type than float32.
+
+    Returns:
+        The state of one optimizer, or of two by number.
+    """
+    inner, steps = state["optimizer"], dict(state["optimizer"]["state"])
+    groups = [group for group in inner["param_groups"] if group["algorithm"] == Algorithm.adamw]
+    shared = {_COMMON_STEP: torch.tensor(steps.pop(_COMMON_STEP))} if _COMMON_STEP in steps else {}
+    if shared and _is_fused():
+        step = int(shared.pop(_COMMON_STEP))
+        groups = [{"bias_correction": True, **group, _STEP: step} for group in groups]
+    kinds = [[group for group in groups if bool(group["is_expert_parallel"]) is expert] for expert in (False, True)]
+    parts: list[dict[str, Any]] = [{"state": dict(shared), "param_groups": found} for found in kinds if found]
+    parts[0]["state"] |= steps
+    if has_masters:
+        parts = [{"optimizer": part} for part in parts]
+        parts[0]["main_params"] = state["main_params"]
+    return parts[0] if len(parts) == 1 else dict(enumerate(parts))
+
+
+def _is_fused() -> bool:
+    """Whether Megatron's AdamW is one that counts steps in groups: Transformer Engine's, or Apex's."""
+    from megatron.core import optimizer as factory
+
+    return not factory.Adam.__module__.startswith("torch.")
 
 
 def sharded_optimizer_state(

@@ -112,7 +112,8 @@ def _rates(group: Mapping[str, Any], peak: float, config: Any) -> dict[str, floa
     rates: dict[str, Any] = {"max_lr": group.get("max_lr"), "min_lr": group.get("min_lr")}
     if rates["max_lr"] in (None, config.lr) and not group.get("is_decoupled_lr"):
         rates["max_lr"] = peak
-        if rates["min_lr"] in (None, config.min_lr):
+        is_theirs = peak == config.lr and rates["min_lr"] is not None  # to the bit: Megatron finds groups by it
+        if rates["min_lr"] in (None, config.min_lr) and not is_theirs:
             rates["min_lr"] = peak * ((config.min_lr or 0.0) / config.lr if config.lr else 0.0)
     return {**rates, "lr": rates["max_lr"] * (group.get("lr_mult") or 1.0)}
 

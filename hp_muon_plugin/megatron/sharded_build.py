@@ -24,6 +24,7 @@ from hp_muon_plugin.megatron.groups import MegatronGroups
 from hp_muon_plugin.megatron.main_params import ParamPair, main_param
 from hp_muon_plugin.megatron.norms import CountedParam, counts_here
 from hp_muon_plugin.megatron.optimizer import HpMuonMegatronOptimizer
+from hp_muon_plugin.megatron.optimizer_state import as_megatrons_adamw
 from hp_muon_plugin.megatron.param_groups import divide_groups, upstream_groups
 from hp_muon_plugin.megatron.sharded_checkpoint import of_owner
 from hp_muon_plugin.megatron.sharded_model import HpFsdpModel
@@ -44,6 +45,8 @@ class ShardedMegatronOptimizer(HpMuonMegatronOptimizer):
     """:class:`HpMuonMegatronOptimizer` over shards of :class:`HpFsdpModel`."""
 
     chunks: Sequence[HpFsdpModel] = ()
+    is_adamw_only = False
+    """Whether no rank has a matrix for Muon, by choice."""
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
@@ -69,13 +72,17 @@ class ShardedMegatronOptimizer(HpMuonMegatronOptimizer):
             **kwargs: Ignored, likewise.
 
         Returns:
-            A sharded state dict. Its tensors have the keys and global shapes of a model that is not sharded.
+            A sharded state dict. Its tensors have the keys and global shapes of a model that is not sharded; AdamW's is
+            one that Megatron's own AdamW goes on from.
         """
         entries = extract_sharded_tensors_and_factories(model_sharded_state_dict)[0]
         own = [entry for entry in nested_values(entries) if isinstance(entry, ShardedTensorFactory)]
         if any(chunk.has_owners for chunk in self.chunks):
             own = [of_owner(entry) for entry in own]
-        return super().sharded_state_dict(own, is_loading, metadata, **kwargs)
+        state: dict[str, Any] = super().sharded_state_dict(own, is_loading, metadata, **kwargs)
+        if self.is_adamw_only and not is_loading:
+            return as_megatrons_adamw(state, has_masters=self.config.bf16)
+        return state
 
 
 def adamw_only(options: AdamW) -> HpMuon:
@@ -89,6 +96,18 @@ def adamw_only(options: AdamW) -> HpMuon:
     """
     scalar = ScalarAdamW(lr=options.lr, betas=list(options.betas), eps=options.eps, weight_decay=options.weight_decay)
     return HpMuon(lr=options.lr, weight_decay=options.weight_decay, clip_grad=options.clip_grad, adamw=scalar)
+
+
+def all_adamw(specs: Mapping[torch.nn.Parameter, ParamSpec]) -> tuple[Route, ...]:
+    """Routes of a model without Muon.
+
+    Args:
+        specs: Its parameters.
+
+    Returns:
+        AdamW for each.
+    """
+    return tuple(Route(spec, Algorithm.adamw, "the optimizer is AdamW") for spec in specs.values())
 
 
 def build_sharded_optimizer(
@@ -145,7 +164,7 @@ def build_sharded_optimizer(
         device=chunks[0].schedule.device,
     )
     optimizer = ShardedMegatronOptimizer(inner, config, built.pairs, built.counted, groups)
-    optimizer.chunks = tuple(chunks)
+    optimizer.chunks, optimizer.is_adamw_only = tuple(chunks), route is all_adamw
     optimizer.clip_logits(chunks)
     optimizer.watch(chunks)
     if not dist.is_initialized() or dist.get_rank() == 0:

@@ -23,13 +23,13 @@ from hp_muon_plugin.errors import ConfigError
 from hp_muon_plugin.fsdp.parameter import ShardInfo
 from hp_muon_plugin.layout.cuts import Cuts
 from hp_muon_plugin.layout.spec import ParamSpec
-from hp_muon_plugin.megatron.build import all_adamw, muon_routes
+from hp_muon_plugin.megatron.build import muon_routes
 from hp_muon_plugin.megatron.groups import MegatronGroups, megatron_groups
 from hp_muon_plugin.megatron.main_params import ParamPair, main_param
 from hp_muon_plugin.megatron.norms import CountedParam, counts_here
 from hp_muon_plugin.megatron.optimizer import HpMuonMegatronOptimizer
 from hp_muon_plugin.megatron.param_groups import divide_groups, upstream_groups
-from hp_muon_plugin.megatron.sharded_build import adamw_only
+from hp_muon_plugin.megatron.sharded_build import adamw_only, all_adamw
 from hp_muon_plugin.megatron.specs import chunk_specs
 from hp_muon_plugin.muon.distributed.items import ShardedParam, dim0_cuts
 from hp_muon_plugin.muon.distributed.optimizer import ShardedMuonOptimizer, Share

@@ -8,10 +8,9 @@ from megatron.core.distributed import DistributedDataParallel
 
 from hp_muon_plugin.config.data_parallel import HpFsdp
 from hp_muon_plugin.errors import ConfigError
-from hp_muon_plugin.megatron.build import all_adamw
 from hp_muon_plugin.megatron.optimizer import HpMuonMegatronOptimizer
 from hp_muon_plugin.megatron.options import resolve_options
-from hp_muon_plugin.megatron.sharded_build import build_sharded_optimizer
+from hp_muon_plugin.megatron.sharded_build import all_adamw, build_sharded_optimizer
 from hp_muon_plugin.megatron.sharded_model import HpFsdpModel, add_no_sync
 
 

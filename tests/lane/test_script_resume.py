@@ -42,8 +42,21 @@ def test_muon_goes_on_from_divided_replicas_on_fewer_ranks_over_another_wrapper(
     _assert_goes_on(straight, tmp_path, *_EP1, digits=_DIGIT)
 
 
-def test_adamw_over_shards_goes_on_from_megatrons_own_adamw(tmp_path: Path) -> None:
-    """Megatron chains an optimizer for dense weights and one for experts; what is no tensor lies elsewhere."""
+@pytest.mark.parametrize("saves", ["megatrons", "shards"])
+def test_adamw_goes_on_over_shards_and_in_megatrons_own(saves: str, tmp_path: Path) -> None:
+    """Megatron chains an optimizer for dense weights and one for experts; what is no tensor lies elsewhere.
+
+    It found neither our groups nor two optimizers, and stopped.
+    """
     adam = [*_EP2, "--bf16", "--optimizer", "adam"]
-    straight = _saved(2, tmp_path, *adam)
-    _assert_goes_on(straight, tmp_path, *adam, "--hp-dp", "hp_fsdp", digits=0.0)
+    sharded = [*adam, "--hp-dp", "hp_fsdp"]
+    before, after = (adam, sharded) if saves == "megatrons" else (sharded, adam)
+    straight = _saved(2, tmp_path, *before)
+    _assert_goes_on(straight, tmp_path, *after, digits=0.0)
+
+
+def test_float32_adamw_of_pipeline_stages_goes_on_over_tensor_parallel_ranks_of_megatrons_own(tmp_path: Path) -> None:
+    """In float32 the form is another one, and each stage holds other layers."""
+    adam = [*MOCK, "--optimizer", "adam", "--make-vocab-size-divisible-by", "64"]
+    straight = _saved(4, tmp_path, *adam, "--pipeline-model-parallel-size", "2", "--hp-dp", "hp_fsdp")
+    _assert_goes_on(straight, tmp_path, *adam, "--tensor-model-parallel-size", "2", digits=_DIGIT)
