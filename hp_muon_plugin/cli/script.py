@@ -13,7 +13,8 @@ from pathlib import Path
 from hp_muon_plugin.cli.hydra_app import complain, say
 from hp_muon_plugin.cli.script_args import Request, parse, parser
 from hp_muon_plugin.cli.script_config import composed_choice
-from hp_muon_plugin.cli.script_line import optimizer_of, script_line
+from hp_muon_plugin.cli.script_line import added_variables, optimizer_of, script_line
+from hp_muon_plugin.cli.script_load import check_load
 from hp_muon_plugin.config.choices import PlatformName
 from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.config.script import OPTIMIZER, Choice
@@ -47,6 +48,8 @@ def run(arguments: Sequence[str]) -> int:
         _check_script(request)
         if is_rank():
             check_environment(os.environ)
+        if speaks():
+            check_load(request.arguments, choice)
     except HpMuonError as error:
         complain(str(error))
         return USAGE_EXIT
@@ -108,6 +111,8 @@ def _run(request: Request, choice: Choice, platform: PlatformName, line: list[st
     assert request.script is not None
     if not is_rank():
         os.environ.update(_alone())
+    variables = added_variables(line, platform, os.environ)
+    os.environ.update(variables)
     from hp_muon_plugin.megatron.installation import Report, Select, install, warn_no_more
     from hp_muon_plugin.platform.base import choose
 
@@ -123,7 +128,9 @@ def _run(request: Request, choice: Choice, platform: PlatformName, line: list[st
         allow_untested=choice.allow_untested,
     )
     if speaks():
-        say(f"{report}" + (f"\n  added to the script's arguments: {' '.join(added)}" if added else ""))
+        told = [f"\n  added to the script's arguments: {' '.join(added)}"] if added else []
+        told += [f"\n  set in the environment: {name}={value}" for name, value in variables.items()]
+        say(f"{report}{''.join(told)}")
     warn_no_more()
     before = sys.argv, list(sys.path)
     sys.argv = [request.script, *line]

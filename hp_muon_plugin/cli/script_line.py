@@ -1,7 +1,7 @@
 """The script's own arguments: what the plugin reads of them, refuses in them and adds to them."""
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from hp_muon_plugin.config.choices import PlatformName
 from hp_muon_plugin.config.optimizer import HpMuon
@@ -12,6 +12,8 @@ from hp_muon_plugin.megatron.options import REFUSED
 CARRIER = "adam"
 """The name under which Megatron's parsers let our optimizer pass: they know a fixed set of names, and change other
 options for any name but adam and sgd."""
+_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+_SPLIT = ("--tensor-model-parallel-size", "--context-parallel-size")
 _OTHER_WRAPPERS = ("--use-torch-fsdp2", "--use-megatron-fsdp", "--use-custom-fsdp")
 
 
@@ -24,7 +26,7 @@ def optimizer_of(arguments: Sequence[str]) -> str | None:
     Returns:
         The last one, or None if there is none.
     """
-    return _value(arguments, "--optimizer")
+    return value_of(arguments, "--optimizer")
 
 
 def script_line(arguments: Sequence[str], choice: Choice, platform: PlatformName) -> tuple[list[str], list[str]]:
@@ -48,6 +50,24 @@ def script_line(arguments: Sequence[str], choice: Choice, platform: PlatformName
     return [*kept, *added], added
 
 
+def added_variables(arguments: Sequence[str], platform: PlatformName, environment: Mapping[str, str]) -> dict[str, str]:
+    """What Megatron's parser wants of the environment, and what means nothing on CPU.
+
+    Args:
+        arguments: The script's arguments.
+        platform: The device that is used.
+        environment: What is set.
+
+    Returns:
+        Variables to set.
+    """
+    names = {argument.partition("=")[0] for argument in arguments}
+    if platform is not PlatformName.cpu or _CONNECTIONS in environment or names.intersection(_OTHER_WRAPPERS):
+        return {}
+    is_split = any(value_of(arguments, flag) not in (None, "1") for flag in _SPLIT)
+    return {_CONNECTIONS: "1"} if is_split else {}
+
+
 def _optimizer_errors(arguments: Sequence[str], choice: Choice) -> list[ConfigError]:
     name = optimizer_of(arguments)
     if name is None:
@@ -69,7 +89,7 @@ def _refused(arguments: Sequence[str], choice: Choice) -> list[ConfigError]:
         return []
     names = {argument.partition("=")[0] for argument in arguments}
     errors = [
-        ConfigError(flag, _value(arguments, flag) or True, *reason)
+        ConfigError(flag, value_of(arguments, flag) or True, *reason)
         for name, reason in REFUSED.items()
         if (flag := f"--{name.replace('_', '-')}") in names
     ]
@@ -79,7 +99,7 @@ def _refused(arguments: Sequence[str], choice: Choice) -> list[ConfigError]:
         for flag in _OTHER_WRAPPERS
         if flag in names
     ]
-    if choice.data_parallel is not None and _value(arguments, "--ckpt-format") == "torch":
+    if choice.data_parallel is not None and value_of(arguments, "--ckpt-format") == "torch":
         fix = "take --ckpt-format torch_dist"
         errors.append(ConfigError("--ckpt-format", "torch", "keeps one data-parallel rank's shards alone", fix))
     return errors
@@ -101,7 +121,16 @@ def _added(arguments: Sequence[str], choice: Choice, platform: PlatformName) -> 
     return [word for flag, values in wanted if flag not in names for word in (flag, *values)]
 
 
-def _value(arguments: Sequence[str], flag: str) -> str | None:
+def value_of(arguments: Sequence[str], flag: str) -> str | None:
+    """The value of a flag among the script's arguments.
+
+    Args:
+        arguments: The script's arguments.
+        flag: With its dashes.
+
+    Returns:
+        The last one given, or None.
+    """
     found = None
     for place, argument in enumerate(arguments):
         name, equals, value = argument.partition("=")
