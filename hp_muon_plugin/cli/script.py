@@ -13,8 +13,9 @@ from pathlib import Path
 from hp_muon_plugin.cli.hydra_app import complain, say
 from hp_muon_plugin.cli.script_args import Request, parse, parser
 from hp_muon_plugin.cli.script_config import composed_choice
+from hp_muon_plugin.cli.script_files import check_data, check_load, check_save
 from hp_muon_plugin.cli.script_line import added_variables, optimizer_of, script_line
-from hp_muon_plugin.cli.script_load import check_load
+from hp_muon_plugin.cli.script_ranks import check_ranks
 from hp_muon_plugin.config.choices import PlatformName
 from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.config.script import OPTIMIZER, Choice
@@ -48,7 +49,11 @@ def run(arguments: Sequence[str]) -> int:
         _check_script(request)
         if is_rank():
             check_environment(os.environ)
+        num_ranks = int(os.environ.get("WORLD_SIZE", "1")) if is_rank() else 1
+        check_ranks(request.arguments, choice, num_ranks, is_alone=not is_rank())
         if speaks():
+            check_data(request.arguments)
+            check_save(request.arguments)
             check_load(request.arguments, choice)
     except HpMuonError as error:
         complain(str(error))
@@ -140,6 +145,10 @@ def _run(request: Request, choice: Choice, platform: PlatformName, line: list[st
         else:
             sys.path.insert(0, str(Path(request.script).resolve().parent))
             runpy.run_path(request.script, run_name="__main__")
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("megatron.training"):
+            raise
+        raise _no_trainer(str(error.name), request.script) from error
     except SystemExit as ended:  # many scripts end with sys.exit(main())
         if ended.code in (None, 0) and not request.wants_help:
             _check_used(report, choice)
@@ -147,6 +156,15 @@ def _run(request: Request, choice: Choice, platform: PlatformName, line: list[st
     finally:
         sys.argv, sys.path[:] = before
     _check_used(report, choice)
+
+
+def _no_trainer(module: str, script: str) -> ConfigError:
+    """Megatron-LM's scripts need its trainer, which most wheels of megatron-core have not."""
+    from hp_muon_plugin.megatron.versions import core_version
+
+    why = f"imports {module}, which the installed megatron-core {core_version()} does not have"
+    fix = "put a checkout of Megatron-LM of this version on PYTHONPATH, or take Python 3.12 with megatron-core 0.19"
+    return ConfigError("SCRIPT", script, why, fix)
 
 
 def _repair(platform: PlatformName) -> None:

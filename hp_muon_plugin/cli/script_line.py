@@ -1,5 +1,6 @@
 """The script's own arguments: what the plugin reads of them, refuses in them and adds to them."""
 
+import difflib
 import importlib.util
 from collections.abc import Mapping, Sequence
 
@@ -12,6 +13,8 @@ from hp_muon_plugin.megatron.options import REFUSED
 CARRIER = "adam"
 """The name under which Megatron's parsers let our optimizer pass: they know a fixed set of names, and change other
 options for any name but adam and sgd."""
+_ALIKE = 0.75
+"""Megatron's own ``muon`` is less alike."""
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _SPLIT = ("--tensor-model-parallel-size", "--context-parallel-size")
 _OTHER_WRAPPERS = ("--use-torch-fsdp2", "--use-megatron-fsdp", "--use-custom-fsdp")
@@ -72,6 +75,9 @@ def _optimizer_errors(arguments: Sequence[str], choice: Choice) -> list[ConfigEr
     name = optimizer_of(arguments)
     if name is None:
         return []
+    plain = name.lower().replace("-", "_")
+    if name != HpMuon.name and difflib.get_close_matches(plain, [HpMuon.name], cutoff=_ALIKE):
+        return [ConfigError("--optimizer", name, "there is no such optimizer", f"did you mean {HpMuon.name}?")]
     if name == HpMuon.name and choice.optimizer is None:
         return [ConfigError("--optimizer", name, "another optimizer is chosen after `--`", "leave optimizer=... out")]
     if name != HpMuon.name and choice.optimizer is not None:

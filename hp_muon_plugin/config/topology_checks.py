@@ -35,7 +35,7 @@ def topology_errors(topology: Topology, world_size: int) -> Iterator[ConfigError
             "topology.tp",
             topology.tp,
             f"{world_size} ranks cannot be split into groups of tp*pp = {topology.tp}*{topology.pp} = {dense}",
-            f"choose tp*pp among the divisors of {world_size}: {_divisors(world_size)}",
+            f"choose tp*pp among the divisors of {world_size}: {divisors(world_size)}",
         )
     expert = topology.ep * topology.etp * topology.pp
     if world_size % expert:
@@ -44,7 +44,7 @@ def topology_errors(topology: Topology, world_size: int) -> Iterator[ConfigError
             topology.ep,
             f"{world_size} ranks cannot be split into groups of ep*etp*pp = "
             f"{topology.ep}*{topology.etp}*{topology.pp} = {expert}",
-            f"choose ep*etp*pp among the divisors of {world_size}: {_divisors(world_size)}",
+            f"choose ep*etp*pp among the divisors of {world_size}: {divisors(world_size)}",
         )
     if topology.sequence_parallel and topology.tp == 1:
         yield ConfigError(
@@ -55,5 +55,13 @@ def topology_errors(topology: Topology, world_size: int) -> Iterator[ConfigError
         )
 
 
-def _divisors(number: int) -> str:
+def divisors(number: int) -> str:
+    """What divides a number, for messages.
+
+    Args:
+        number: At least 1.
+
+    Returns:
+        Its divisors, separated by commas.
+    """
     return ", ".join(str(i) for i in range(1, number + 1) if number % i == 0)

@@ -72,9 +72,9 @@ class ShardMesh:
             ConfigError: If it does not divide the ranks.
         """
         if replicas < 1 or axis.size % replicas:
-            raise ConfigError(
-                "replicas", replicas, f"does not divide the {axis.size} ranks of {axis.axis}", "use a divisor"
-            )
+            why = f"does not divide the {axis.size} ranks of {axis.axis}"
+            fits = ", ".join(str(count) for count in range(1, axis.size + 1) if axis.size % count == 0)
+            raise ConfigError("replicas", replicas, why, f"choose among {fits}")
         if replicas == 1 or axis.group is None:
             return cls(axis, AxisGroup.single(f"{axis.axis}_replicate"))
         if (axis.group, replicas) not in _DIVIDED:

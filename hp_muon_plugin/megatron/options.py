@@ -67,16 +67,17 @@ COUNTERPARTS: tuple[Counterpart, ...] = (
 
 # Refused where they differ from Megatron's default: name, why, fix.
 _NO_FP16 = "fp16 is refused, and nothing else is scaled"
-_FLAT = "shards by element, not by matrix, and the distributed strategies are not part of this version"
+_FLAT = "shards by element, not by matrix"
+_SHARDS = "leave {} out; sharded data parallelism of ours is dp=hp_fsdp, or install(data_parallel={{}})"
 _OTHER = "belongs to another optimizer"
 REFUSED: dict[str, tuple[str, str]] = {
-    "fp16": ("needs dynamic loss scaling, which Muon's momentum does not survive", "train in bf16 or fp32"),
+    "fp16": ("needs dynamic loss scaling, which the plugin's optimizers do not have", "train in bf16 or fp32"),
     "loss_scale": (_NO_FP16, "leave it out"),
     "use_distributed_optimizer": (
-        "its flat shards cut matrices, and the distributed strategies for them are not part of this version",
-        "leave --use-distributed-optimizer out",
+        "its flat shards cut matrices",
+        _SHARDS.format("--use-distributed-optimizer"),
     ),
-    "use_layer_wise_distributed_optimizer": (_FLAT, "leave it out"),
+    "use_layer_wise_distributed_optimizer": (_FLAT, _SHARDS.format("it")),
     "overlap_param_gather": ("belongs to the distributed optimizer", "leave it out"),
     "overlap_param_gather_with_optimizer_step": ("belongs to the distributed optimizer", "leave it out"),
     "reuse_grad_buf_for_mxfp8_param_ag": ("belongs to the distributed optimizer", "leave it out"),

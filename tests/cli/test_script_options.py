@@ -1,5 +1,6 @@
 """The command line of ``python -m hp_muon_plugin.run``, before any rank or script starts."""
 
+import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,9 @@ import pytest
 from hp_muon_plugin.cli.script import _check_module, run
 from hp_muon_plugin.cli.script_args import flag_of, parse, parser
 from hp_muon_plugin.cli.script_config import composed_choice
-from hp_muon_plugin.cli.script_line import script_line
+from hp_muon_plugin.cli.script_files import check_data, check_save
+from hp_muon_plugin.cli.script_line import added_variables, script_line
+from hp_muon_plugin.cli.script_ranks import check_ranks
 from hp_muon_plugin.config.choices import OuterMode, PlatformName, Schedule
 from hp_muon_plugin.config.data_parallel import HpFsdp
 from hp_muon_plugin.config.optimizer import HpMuon
@@ -153,6 +156,94 @@ def test_arguments_of_the_script_that_cannot_work_are_refused(
     with pytest.raises((ConfigError, ConfigErrors)) as caught:
         _line(line, *options)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_ours"), [("hp-muon", True), ("hpmuon", True), ("HP_Muon", True), ("muon", False), ("adam", False)]
+)
+def test_a_misspelt_name_is_told_and_megatrons_own_are_left(name: str, is_ours: bool) -> None:
+    """Megatron's parser prints some thousand lines of usage for it."""
+    if not is_ours:
+        assert _line(["--optimizer", name], "--", "optimizer=adamw")[0] == ["--optimizer", name]
+        return
+    with pytest.raises(
+        ConfigError, match=rf"--optimizer={name}: there is no such optimizer\n  fix: did you mean hp_muon"
+    ):
+        _line(["--optimizer", name], "--", "optimizer=adamw")
+
+
+_TP2, _EP2 = ["--tensor-model-parallel-size", "2"], ["--num-experts", "4", "--expert-model-parallel-size", "2"]
+
+
+@pytest.mark.parametrize(
+    ("line", "options", "ranks", "message"),
+    [
+        (_TP2, [], 0, r"size=2: needs 2 ranks or a multiple.*without torchrun.*torchrun --nproc-per-node 2 -m"),
+        (_TP2, [], 3, r"--tensor-model-parallel-size=2: 3 ranks cannot be split into groups of 2.*among 1, 3"),
+        ([*_TP2, "--context-parallel-size", "4"], [], 4, r"--context-parallel-size=4: 4 ranks.*groups of 8 \(--tensor"),
+        (_EP2, [], 0, r"--expert-model-parallel-size=2: needs 2 ranks or a multiple"),
+        ([], ["--hp-dp", "hp_hsdp"], 3, r"--hp-fsdp-replicas=2: the 3 data-parallel ranks cannot .*among 1, 3"),
+        (_EP2, ["--hp-dp", "hp_hsdp"], 2, r"--hp-fsdp-replicas=2: the 1 ranks that hold the same experts"),
+    ],
+)
+def test_ranks_that_cannot_be_laid_out_are_told_at_once(
+    line: list[str], options: list[str], ranks: int, message: str
+) -> None:
+    """Megatron asserts it on every rank, and never heard of torchrun or of replicas."""
+    with pytest.raises(ConfigError) as caught:
+        check_ranks(line, _choice(*options), max(ranks, 1), is_alone=not ranks)
+    assert re.search(message, str(caught.value), re.DOTALL), caught.value
+
+
+@pytest.mark.parametrize(
+    ("line", "options", "ranks"),
+    [
+        ([], [], 3),
+        ([*_TP2, *_EP2, "--pipeline-model-parallel-size=2"], ["--hp-dp", "hp_hsdp"], 16),
+        ([*_TP2, *_EP2, "--expert-tensor-parallel-size", "1"], ["--hp-dp", "hp_fsdp"], 2),
+        (["--tensor-model-parallel-size", "x"], [], 1),  # Megatron's parser says it
+        ([*_TP2, "--use-checkpoint-args"], [], 1),  # the checkpoint may say otherwise
+    ],
+)
+def test_ranks_that_can_be_are_left_to_megatron(line: list[str], options: list[str], ranks: int) -> None:
+    check_ranks(line, _choice(*options), ranks, is_alone=False)
+
+
+def test_data_that_is_not_there_is_told_at_once(tmp_path: Path) -> None:
+    """Megatron asserted it when every rank had built the model."""
+    for name in ("whole.idx", "whole.bin", "half.idx", "text.jsonl"):
+        (tmp_path / name).touch()
+    whole, half, none, text = (str(tmp_path / name) for name in ("whole", "half", "none", "text.jsonl"))
+    check_data(["--data-path", "0.5", whole, "1e-1", "s3://bucket/tokens", text, "--lr", none])
+    for line, message in (
+        (["--data-path", "0.5", whole, "0.5", none, "--bf16"], r"none: there is neither .*none.idx nor .*--mock-data"),
+        ([f"--data-path={half}"], r"half: there is no .*half.bin.*both files"),
+        (["--data-path", f"{none}.bin"], r"none.bin: is no prefix.*leave the ending out: .*none$"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            check_data(line)
+        assert re.search(message, str(caught.value), re.DOTALL), caught.value
+
+
+def test_a_folder_that_cannot_be_saved_to_is_told_at_once(tmp_path: Path) -> None:
+    """It ended the run at the first checkpoint."""
+    check_save(["--save", str(tmp_path / "new" / "ckpt"), "--lr", "1"])
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "ckpt", Path("/proc/nowhere/ckpt")):
+        with pytest.raises(ConfigError, match="(?s)--save=.*cannot be written to.*fix: choose a folder"):
+            check_save([f"--save={folder}"])
+
+
+def test_tensor_parallel_ranks_need_no_variable_of_cuda_on_the_cpu() -> None:
+    """Megatron's parser asserts CUDA_DEVICE_MAX_CONNECTIONS=1 for them, and another value for its own FSDP."""
+    wanted = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    assert added_variables(_TP2, PlatformName.cpu, {}) == wanted
+    assert added_variables(["--context-parallel-size=2"], PlatformName.cpu, {}) == wanted
+    assert added_variables([], PlatformName.cpu, {}) == {}
+    assert added_variables(_TP2, PlatformName.cuda, {}) == {}
+    assert added_variables(_TP2, PlatformName.cpu, {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}) == {}
+    assert added_variables([*_TP2, "--use-torch-fsdp2"], PlatformName.cpu, {}) == {}
 
 
 def test_the_scripts_optimizer_is_left_alone_where_nothing_else_is_chosen() -> None:
