@@ -26,6 +26,7 @@ from hp_muon_plugin.megatron.norms import CountedParam, counts_here
 from hp_muon_plugin.megatron.optimizer import HpMuonMegatronOptimizer
 from hp_muon_plugin.megatron.optimizer_state import as_megatrons_adamw
 from hp_muon_plugin.megatron.param_groups import divide_groups, upstream_groups
+from hp_muon_plugin.megatron.refusals import refuse_unreduced
 from hp_muon_plugin.megatron.sharded_checkpoint import of_owner
 from hp_muon_plugin.megatron.sharded_model import HpFsdpModel
 from hp_muon_plugin.megatron.specs import chunk_specs
@@ -141,6 +142,10 @@ def build_sharded_optimizer(
     built = _Builder()
     with _all_whole(chunks) as homes:
         specs = chunk_specs(chunks, options, groups)
+        shards = {param: homes[param][2].sharded for param in specs}
+        refuse_unreduced(
+            {shards[p]: dataclasses.replace(spec, trainable=shards[p].requires_grad) for p, spec in specs.items()}
+        )
         routes = route(specs)
         algorithms = {param: chosen.algorithm for param, chosen in zip(specs, routes, strict=True)}
         divided = divide_groups(
@@ -189,6 +194,12 @@ def sharded_groups(chunks: Sequence[HpFsdpModel]) -> MegatronGroups:
 
     expert = ShardMesh.divided(first.groups.expert_dp, first.options.replicas)
     return dataclasses.replace(first.groups, dense_shards=axes(first.dense_mesh), expert_shards=axes(expert))
+
+
+def _refuse_thawed(specs: Mapping[torch.nn.Parameter, ParamSpec]) -> None:
+    """Shards that were frozen when they were laid out are in no bucket of gradients: a spec tells of that time."""
+    now = {shard: dataclasses.replace(spec, trainable=shard.requires_grad) for shard, spec in specs.items()}
+    refuse_unreduced(now)
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ from hp_muon_plugin.fsdp.mesh import ShardMesh
 from hp_muon_plugin.fsdp.parameter import Parameter
 from hp_muon_plugin.fsdp.policy import MixedPrecision
 from hp_muon_plugin.megatron.groups import megatron_groups
+from hp_muon_plugin.megatron.refusals import refuse_split_latent
 from hp_muon_plugin.megatron.sharded_checkpoint import answer_checkpoints
 from hp_muon_plugin.megatron.units import granularities, never_resharded, show_experts, unit_modules
 from hp_muon_plugin.platform.wire import C10dWire, Wire
@@ -67,6 +68,7 @@ class HpFsdpModel(DistributedDataParallel):  # type: ignore[misc]  # megatron-co
         _BaseDataParallel.__init__(self, config, module)
         self.ddp_config = ddp_config or DistributedDataParallelConfig()
         _refuse(config, self.ddp_config)
+        refuse_split_latent([module])
         self.options = options or HpFsdp()
         self.groups = megatron_groups(pg_collection)
         self.dense_mesh = ShardMesh.divided(self.groups.dp, self.options.replicas)

@@ -7,6 +7,7 @@ import torch
 from dist_pool import run_ranks
 
 from hp_muon_plugin.config.choices import NonFinite
+from hp_muon_plugin.config.data_parallel import HpFsdp
 from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.config.trainer import Topology
 from hp_muon_plugin.errors import ConfigError, GradientError
@@ -131,18 +132,19 @@ def test_an_unfrozen_parameter_is_an_error_on_every_rank_and_no_silence(topology
     assert first == (last if topology.pp == 1 else [True, "a parameter of another rank: requires a gradient now", True])
 
 
-def _without_buffer(launch: Launch) -> str:
+def _without_buffer(launch: Launch, is_sharded: bool) -> str:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     from hp_muon_plugin.config.choices import Precision
+    from hp_muon_plugin.megatron.sharded_model import HpFsdpModel
     from hp_muon_plugin.models.gpt import build_gpt, transformer_config
 
-    config = train_config(dense())
+    config = train_config(dense(), dp=HpFsdp() if is_sharded else None)
     start(launch, config)
     core = transformer_config(config.model, config.topology, Precision.fp32)
     module = build_gpt(core, config.model, 128)
     module.decoder.final_layernorm.weight.requires_grad_(False)
-    model = DistributedDataParallel(core, DistributedDataParallelConfig(), module)
+    model = (HpFsdpModel if is_sharded else DistributedDataParallel)(core, DistributedDataParallelConfig(), module)
     module.decoder.final_layernorm.weight.requires_grad_(True)
     try:
         setup.build_optimizer(config, model)
@@ -151,7 +153,8 @@ def _without_buffer(launch: Launch) -> str:
     return "not refused"
 
 
-def test_a_parameter_that_the_wrapper_does_not_reduce_is_refused() -> None:
-    """Unfrozen between wrapping and building: ranks would train it apart."""
-    text = run_ranks(1, _without_buffer)[0]
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["ddp", "hp_fsdp"])
+def test_a_parameter_that_the_wrapper_does_not_reduce_is_refused(is_sharded: bool) -> None:
+    """Unfrozen between wrapping and building: ranks would train it apart, and over shards it kept its first value."""
+    text = run_ranks(1, _without_buffer, is_sharded)[0]
     assert text.startswith("model_chunks=decoder.final_layernorm.weight: was frozen when the model was wrapped")

@@ -8,6 +8,7 @@ import torch
 from dist_pool import run_ranks
 
 from hp_muon_plugin.config.choices import Precision
+from hp_muon_plugin.config.data_parallel import HpFsdp
 from hp_muon_plugin.config.optimizer import AdamW, HpMuon
 from hp_muon_plugin.config.trainer import Model, Topology
 from hp_muon_plugin.errors import ConfigError
@@ -89,18 +90,20 @@ def _split_latent(launch: Launch, by: str) -> str:
     from lane.harness import optimizer_config
 
     topology = Topology(tp=launch.world_size)
-    if by == "foreign":  # a trainer that builds its model by itself
+    if by != "our trainer":  # a trainer that builds its model by itself
         gpt.refuse_split_latent = lambda chunks: None
+    dp = HpFsdp() if by == "foreign, sharded" else None
     try:
-        model = wrapped_model(launch, train_config(mla(moe=None), topology, optimizer=AdamW()))
+        model = wrapped_model(launch, train_config(mla(moe=None), topology, optimizer=AdamW(), dp=dp))
         build_megatron_optimizer(optimizer_config(), [model], settings=HpMuon())
     except ConfigError as error:
         return str(error)
     return "not refused"
 
 
-@pytest.mark.parametrize("by", ["our trainer", "foreign"])
+@pytest.mark.parametrize("by", ["our trainer", "foreign", "foreign, sharded"])
 def test_latent_attention_over_tensor_parallel_ranks_is_refused(by: str) -> None:
+    """Over shards somebody else's script trained on, with the wrong gradient."""
     for text in run_ranks(2, _split_latent, by):
         assert text.startswith("tensor_model_parallel_size=2: megatron-core's multi-latent attention splits linear_")
         assert "\n  fix: set it to 1" in text
