@@ -146,9 +146,9 @@ def _run(request: Request, choice: Choice, platform: PlatformName, line: list[st
             sys.path.insert(0, str(Path(request.script).resolve().parent))
             runpy.run_path(request.script, run_name="__main__")
     except ModuleNotFoundError as error:
-        if not (error.name or "").startswith("megatron.training"):
+        if not (error.name or "").startswith("megatron."):
             raise
-        raise _no_trainer(str(error.name), request.script) from error
+        raise _other_megatron(str(error.name), request.script) from error
     except SystemExit as ended:  # many scripts end with sys.exit(main())
         if ended.code in (None, 0) and not request.wants_help:
             _check_used(report, choice)
@@ -158,13 +158,13 @@ def _run(request: Request, choice: Choice, platform: PlatformName, line: list[st
     _check_used(report, choice)
 
 
-def _no_trainer(module: str, script: str) -> ConfigError:
-    """Megatron-LM's scripts need its trainer, which most wheels of megatron-core have not."""
+def _other_megatron(module: str, script: str) -> ConfigError:
+    """Scripts of Megatron-LM need its trainer, which most wheels of megatron-core have not, and one version of it."""
     from hp_muon_plugin.megatron.versions import core_version
 
     why = f"imports {module}, which the installed megatron-core {core_version()} does not have"
-    fix = "put a checkout of Megatron-LM of this version on PYTHONPATH, or take Python 3.12 with megatron-core 0.19"
-    return ConfigError("SCRIPT", script, why, fix)
+    fix = "put the Megatron-LM that the script is of on PYTHONPATH, or install the megatron-core that it is for"
+    return ConfigError("SCRIPT", script, why, f"{fix} (recipes/pretrain: 0.19, which needs Python 3.12)")
 
 
 def _repair(platform: PlatformName) -> None:

@@ -97,13 +97,14 @@ def _run(
     require_training()
     import megatron.training.training  # noqa: F401  # once, before ranks are forked
 
-    results = run_ranks(num_ranks, rank or _rank, line, timeout_s=280.0)
+    results = run_ranks(num_ranks, rank or rank_of_script, line, timeout_s=280.0)
     codes = {code for code, _ in results}
     assert len(codes) == 1, results
     return Outcome(codes.pop(), results[0][1], results[-1][1])
 
 
-def _rank(launch: Launch, line: tuple[str, ...]) -> Any:
+def rank_of_script(launch: Launch, line: tuple[str, ...]) -> Any:
+    """One rank of ``hp_muon_plugin.run``: exit code, and what it printed."""
     from hp_muon_plugin.cli.script import run
 
     return _told(launch, lambda: run(line))

@@ -1,11 +1,14 @@
 """Somebody else's Megatron script with the plugin, through upstream's own trainer."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from dist_pool import run_ranks
 
-from lane.script_runs import MOCK, MOE, SCRIPT, SMALL, Outcome, script, shared_script
+from hp_muon_plugin.megatron.versions import core_version
+from lane.script_runs import MOCK, MOE, SCRIPT, SMALL, Outcome, rank_of_script, script, shared_script
 
 # Every run goes through upstream's pretrain(), whose start alone takes seconds on each rank.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -145,3 +148,15 @@ def test_a_models_own_refusal_is_one_message() -> None:
     outcome: Any = script(2, *MOCK, "--hp-dp", "hp_fsdp", "--overlap-param-gather")
     assert outcome.code == 2
     assert "hp-muon: --overlap-param-gather=True: belongs to the distributed optimizer" in outcome.text
+
+
+@pytest.mark.parametrize("module", ["megatron.training.not_there", "megatron.core.not_there"])
+def test_a_script_of_another_megatron_is_one_message(module: str, tmp_path: Path) -> None:
+    """It was a traceback of every rank: most wheels have no trainer, and pip takes such a one on Python 3.11."""
+    path = tmp_path / "pretrain.py"
+    path.write_text(f"import {module}\n")
+    code, text = run_ranks(1, rank_of_script, (str(path),))[0]
+    assert code == 2
+    said = rf"SCRIPT={path}: imports megatron\.[\w.]+, which the installed megatron-core {core_version()} does not have"
+    assert re.search(said, text), text
+    assert "fix: put the Megatron-LM that the script is of on PYTHONPATH" in text
