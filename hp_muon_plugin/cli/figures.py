@@ -31,3 +31,8 @@ def ms(seconds: float) -> str:
 def mib(num_bytes: float) -> str:
     """Bytes."""
     return f"{num_bytes / _MIB:.3f} MiB"
+
+
+def yes_no_null(value: bool | None) -> str:
+    """An option that decides by itself where it is null, as one writes it."""
+    return "null" if value is None else str(value).lower()

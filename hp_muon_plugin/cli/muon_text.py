@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator, Sequence
 
-from hp_muon_plugin.cli.figures import gflop, mib, ms, rates_text, ratio
+from hp_muon_plugin.cli.figures import gflop, mib, ms, rates_text, ratio, yes_no_null
 from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.config.trainer import Train
 from hp_muon_plugin.layout.spec import ParamSpec
@@ -34,6 +34,8 @@ def muon_lines(config: Train, shards: Sequence[ShardPlan], specs: Sequence[Param
     replicas = config.dp.replicas
     divided = any(share.replica for share in stage.shares)
     rates = stage.kinds[0][0].plan.rates
+    assert isinstance(config.optimizer, HpMuon)
+    divide = yes_no_null(config.optimizer.divide_replicas)
     lines = [
         f"Muon step of pipeline stage {number}{f', all {replicas} replicas together' if divided else ''}, "
         f"planned for {device_of(config)}:",
@@ -41,11 +43,18 @@ def muon_lines(config: Train, shards: Sequence[ShardPlan], specs: Sequence[Param
     ]
     if replicas > 1 and not divided:
         lines.append(
-            f"  each of the {replicas} replicas updates all of it (dp.outer=replicate); nothing is sent for that"
+            f"  each of the {replicas} replicas updates all of it (dp.outer=replicate, "
+            f"optimizer.divide_replicas={divide}); nothing is sent for that"
         )
     link = links(config, world_size, os.environ)
+    between = links(config, world_size, os.environ, between_replicas=True)
     for kind in stage.kinds:
         lines += [f"  {text}" for text in _kind_lines(stage, kind, link[kind[0].is_expert])]
+        if kind[0].sent:
+            lines.append(
+                f"    {kind[0].sent.num_weights} of its parameters are updated by one replica each and sent over the "
+                f"{between[kind[0].is_expert]} link (dp.outer=replicate, optimizer.divide_replicas={divide})"
+            )
     return [*lines, *_rank_lines(config, stage, rates)]
 
 
@@ -109,6 +118,7 @@ def _rank_lines(config: Train, stage: StageShares, rates: Rates) -> list[str]:
     for shares in stage.kinds:
         share, place = stage.share_of(shares, busiest)
         footprint.add_plan(share.plan, place)
+        footprint.add_sent(share.sent.numels.get(place, {}))
     times = [stage.seconds(rank) for rank in range(stage.ranks)]
     apart, together = max(map(sum, times)), max(map(max, times))
     return [

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from hp_muon_plugin.cli.figures import gflop, mib, ms, rates_text, ratio
+from hp_muon_plugin.cli.figures import gflop, mib, ms, rates_text, ratio, yes_no_null
 from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.config.trainer import Train
 from hp_muon_plugin.layout.spec import ParamSpec
@@ -33,9 +33,9 @@ def replica_lines(config: Train, held: Sequence[ParamSpec], world_size: int) -> 
     plans = ddp_replica_plans(config, held, world_size)
     if not plans:
         return []
-    told = "null" if options.divide_replicas is None else str(options.divide_replicas).lower()
     lines = [
-        f"  ranks that hold the same weights, optimizer.divide_replicas={told}, planned for {device_of(config)}:",
+        f"  ranks that hold the same weights, optimizer.divide_replicas={yes_no_null(options.divide_replicas)}, "
+        f"planned for {device_of(config)}:",
         f"    all ms are at {rates_text(plans[0].rates)}",
     ]
     for plan in plans:

@@ -23,7 +23,8 @@ from hp_muon_plugin.megatron.sharded_build import adamw_only, all_adamw, build_s
 from hp_muon_plugin.megatron.sharded_model import HpFsdpModel
 from hp_muon_plugin.megatron.specs import chunk_specs
 from hp_muon_plugin.muon.distributed.items import ShardedParam
-from hp_muon_plugin.muon.distributed.optimizer import ShardedMuonOptimizer, Share
+from hp_muon_plugin.muon.distributed.optimizer import ShardedMuonOptimizer
+from hp_muon_plugin.muon.distributed.share import Share
 from hp_muon_plugin.muon.routing import Algorithm, Route, route_parameters
 from hp_muon_plugin.muon.table import format_table, table_rows
 

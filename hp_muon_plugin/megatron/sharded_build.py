@@ -12,7 +12,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 
-from hp_muon_plugin.config.choices import MissingGrad
+from hp_muon_plugin.config.choices import MissingGrad, OuterMode
 from hp_muon_plugin.config.optimizer import AdamW, HpMuon, ScalarAdamW
 from hp_muon_plugin.errors import ConfigError
 from hp_muon_plugin.fsdp.bucket import Bucket
@@ -31,7 +31,8 @@ from hp_muon_plugin.megatron.sharded_checkpoint import of_owner
 from hp_muon_plugin.megatron.sharded_model import HpFsdpModel
 from hp_muon_plugin.megatron.specs import chunk_specs
 from hp_muon_plugin.muon.distributed.items import ShardedParam
-from hp_muon_plugin.muon.distributed.optimizer import ShardedMuonOptimizer, Share
+from hp_muon_plugin.muon.distributed.optimizer import ShardedMuonOptimizer
+from hp_muon_plugin.muon.distributed.share import Held, Share, divided_share
 from hp_muon_plugin.muon.routing import Algorithm, Route
 from hp_muon_plugin.muon.table import format_table, table_rows
 from hp_muon_plugin.platform.collectives import AxisGroup
@@ -165,7 +166,7 @@ def build_sharded_optimizer(
         built.specs | frozen,
         options,
         axes=groups.axes,
-        shares=built.shares(muon, chunks),
+        shares=built.shares(muon, chunks, options),
         device=chunks[0].schedule.device,
     )
     optimizer = ShardedMegatronOptimizer(inner, config, built.pairs, built.counted, groups)
@@ -235,9 +236,12 @@ class _Builder:
         self.specs[main] = spec
         return main
 
-    def shares(self, muon: Mapping[torch.nn.Parameter, ParamSpec], chunks: Sequence[HpFsdpModel]) -> list[Share]:
+    def shares(
+        self, muon: Mapping[torch.nn.Parameter, ParamSpec], chunks: Sequence[HpFsdpModel], options: HpMuon
+    ) -> list[Share]:
         """Muon's weights that this replica updates, by shard axis; the same on all ranks of an axis."""
-        found: dict[AxisGroup, list[tuple[ShardedParam, torch.nn.Parameter | None]]] = {}
+        device = chunks[0].schedule.device.type
+        found: dict[tuple[AxisGroup, AxisGroup], list[Held]] = {}
         for chunk in chunks:
             for unit in chunk.schedule.units:
                 for bucket in unit.trainable:
@@ -245,8 +249,9 @@ class _Builder:
                         if parameter.full in muon and chunk.is_owned(bucket, parameter):
                             main = self._mains.get(parameter.sharded)
                             told = (ShardedParam(muon[parameter.full], cuts(bucket, index)), main)
-                            found.setdefault(bucket.shard_axis, []).append(told)
+                            found.setdefault((bucket.shard_axis, bucket.mesh.replicate), []).append(told)
+        has_owners = chunks[0].options.outer is not OuterMode.replicate
         return [
-            Share(axis, tuple(param for param, _ in held), tuple(main for _, main in held))
-            for axis, held in found.items()
+            divided_share(axis, AxisGroup.single("owner") if has_owners else replicas, held, options, device)
+            for (axis, replicas), held in found.items()
         ]

@@ -32,8 +32,9 @@ from hp_muon_plugin.megatron.param_groups import divide_groups, upstream_groups
 from hp_muon_plugin.megatron.sharded_build import adamw_only, all_adamw
 from hp_muon_plugin.megatron.specs import chunk_specs
 from hp_muon_plugin.muon.distributed.items import ShardedParam, dim0_cuts
-from hp_muon_plugin.muon.distributed.optimizer import ShardedMuonOptimizer, Share
+from hp_muon_plugin.muon.distributed.optimizer import ShardedMuonOptimizer
 from hp_muon_plugin.muon.distributed.shards import local_part
+from hp_muon_plugin.muon.distributed.share import Share
 from hp_muon_plugin.muon.routing import Algorithm
 from hp_muon_plugin.muon.table import format_table, table_rows
 

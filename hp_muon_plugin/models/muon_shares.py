@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from hp_muon_plugin.config.choices import PlatformName
+from hp_muon_plugin.config.choices import OuterMode, PlatformName
 from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.config.topology_checks import data_parallel_size
 from hp_muon_plugin.config.trainer import Train
@@ -19,6 +19,7 @@ from hp_muon_plugin.muon.distributed.items import ShardedParam
 from hp_muon_plugin.muon.distributed.messages import Arriving, arriving
 from hp_muon_plugin.muon.distributed.plan import SharePlan
 from hp_muon_plugin.muon.distributed.planner import share_plan
+from hp_muon_plugin.muon.distributed.replica_plan import SentWeights, replica_owners, sent_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +30,13 @@ class PlannedShare:
         is_expert: Whether it holds routed experts.
         replica: Which replica of the shards it is; 0 also where all of them do the same.
         plan: Its plan.
+        sent: What replicas send each other of new weights, by place on the shard axis; the same for all of them.
     """
 
     is_expert: bool
     replica: int
     plan: SharePlan
+    sent: SentWeights
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,13 @@ class StageShares:
 
     @cached_property
     def _arriving(self) -> dict[tuple[bool, int], list[Arriving]]:
-        return {(share.is_expert, share.replica): arriving(share.plan) for share in self.shares}
+        return {
+            (share.is_expert, share.replica): [
+                told.also("broadcast", *share.sent.arriving(place, share.replica)) if share.sent else told
+                for place, told in enumerate(arriving(share.plan))
+            ]
+            for share in self.shares
+        }
 
 
 def device_of(config: Train) -> str:
@@ -134,25 +143,37 @@ def stage_shares(config: Train, shards: ShardPlan, specs: Sequence[ParamSpec], w
     options, topology = config.optimizer, config.topology
     assert isinstance(options, HpMuon)
     known = {spec.name: spec for spec in specs}
-    is_divided = any(owned.owners is not None for owned in owned_buckets(shards))
+    replicas = shards.options.replicas
     shares = []
     for is_expert, name in ((False, "dp"), (True, "expert_dp")):
-        for replica in range(shards.options.replicas if is_divided else 1):
-            params = list(_params(shards, known, is_expert, replica))
-            sizes = {bucket.layout.num_shards for bucket in shards.buckets if bucket.is_expert is is_expert}
-            if sizes:
-                axis = name if shards.options.replicas == 1 else f"{name}_shard"
-                plan = share_plan(params, options, axis=axis, size=sizes.pop(), device=device_of(config))
-                shares.append(PlannedShare(is_expert, replica, plan))
+        sizes = {bucket.layout.num_shards for bucket in shards.buckets if bucket.is_expert is is_expert}
+        if not sizes:
+            continue
+        size, axis = sizes.pop(), name if replicas == 1 else f"{name}_shard"
+        told = list(_params(shards, known, is_expert))
+        owners, sent = [owner for _, owner in told], SentWeights(0, {})
+        if replicas > 1 and shards.options.outer is OuterMode.replicate:
+            params = [param for param, _ in told]
+            owners = list(replica_owners(params, options, replicas=replicas, device=device_of(config)))
+            sent = sent_weights(params, owners)
+        is_divided = shards.options.outer is not OuterMode.replicate or any(owner is not None for owner in owners)
+        for replica in range(replicas if is_divided else 1):
+            updated = [param for (param, _), owner in zip(told, owners, strict=True) if owner in (None, replica)]
+            plan = share_plan(updated, options, axis=axis, size=size, device=device_of(config))
+            shares.append(PlannedShare(is_expert, replica, plan, sent))
     inner = {False: topology.tp, True: topology.ep * topology.etp}
     return StageShares(tuple(shares), inner, data_parallel_size(topology, world_size) * topology.tp)
 
 
-def _params(shards: ShardPlan, known: dict[str, ParamSpec], is_expert: bool, replica: int) -> Iterator[ShardedParam]:
+def _params(
+    shards: ShardPlan, known: dict[str, ParamSpec], is_expert: bool
+) -> Iterator[tuple[ShardedParam, int | None]]:
+    """Parameters of one kind, and which replica has their gradients; None if all have."""
     for owned in owned_buckets(shards):
         if owned.bucket.is_expert is not is_expert:
             continue
         layout = owned.bucket.layout
         for index, placement in enumerate(layout.placements):
-            if placement.name in known and (owned.owners is None or owned.owners[index] == replica):
-                yield ShardedParam(known[placement.name], layout.cuts(index))
+            if placement.name in known:
+                owner = None if owned.owners is None else owned.owners[index]
+                yield ShardedParam(known[placement.name], layout.cuts(index)), owner

@@ -36,13 +36,16 @@ def crossing_errors(
                 break
 
 
-def links(config: Train, world_size: int, environ: Mapping[str, str]) -> dict[bool, str]:
+def links(
+    config: Train, world_size: int, environ: Mapping[str, str], *, between_replicas: bool = False
+) -> dict[bool, str]:
     """The slowest link between ranks of a shard group.
 
     Args:
         config: Checked options with ``dp=hp_fsdp``.
         world_size: Ranks.
         environ: The environment, from which supernodes are discovered.
+        between_replicas: Between ranks that hold the same shards instead.
 
     Returns:
         ``fast`` inside supernodes, ``slow`` between them; for dense weights (False) and routed experts (True).
@@ -53,7 +56,7 @@ def links(config: Train, world_size: int, environ: Mapping[str, str]) -> dict[bo
     known = discover(world_size, environ, ranks_per_supernode=config.topology.ranks_per_supernode)
     found = {}
     for is_expert in (False, True):
-        groups = shard_groups(config, world_size, is_expert=is_expert)
+        groups = shard_groups(config, world_size, is_expert=is_expert, between_replicas=between_replicas)
         found[is_expert] = "slow" if any(len(known.supernodes(ranks)) > 1 for ranks in groups) else "fast"
     return found
 
@@ -73,13 +76,16 @@ def _whole_bytes(plan: ShardPlan, *, is_expert: bool) -> int:
     return round(total)
 
 
-def shard_groups(config: Train, world_size: int, *, is_expert: bool) -> Iterator[list[int]]:
+def shard_groups(
+    config: Train, world_size: int, *, is_expert: bool, between_replicas: bool = False
+) -> Iterator[list[int]]:
     """The shard groups of the job, in Megatron's order of ranks: tensor, (expert,) data, pipeline.
 
     Args:
         config: Options.
         world_size: Ranks.
         is_expert: Those of routed experts.
+        between_replicas: The ranks that hold the same shards instead.
 
     Yields:
         Global ranks of each group.
@@ -92,4 +98,7 @@ def shard_groups(config: Train, world_size: int, *, is_expert: bool) -> Iterator
     for first in range(0, world_size, per_stage):
         for place in range(inner):
             ranks = range(first + place, first + per_stage, inner)
-            yield from (list(ranks[start : start + size]) for start in range(0, len(ranks), size))
+            if between_replicas:
+                yield from (list(ranks[start::size]) for start in range(size))
+            else:
+                yield from (list(ranks[start : start + size]) for start in range(0, len(ranks), size))

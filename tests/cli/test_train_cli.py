@@ -138,8 +138,14 @@ def test_plan_says_what_ranks_with_the_same_weights_divide(tmp_path: Path) -> No
     assert "rank 0: " not in apart
     assert "arriving at the rank with most: 0 broadcast 0.000 MiB" in apart
     replicas = ["dp=hp_hsdp", "dp.outer=replicate", "topology.ranks=4"]
-    hybrid = hp_muon("train", "--dry-run", "model=tiny_dense", *replicas, folder=tmp_path)
-    assert "each of the 2 replicas updates all of it (dp.outer=replicate)" in hybrid.stdout
+    hybrid = hp_muon("train", "--dry-run", "-m", "model=tiny_dense", *replicas, choices, folder=tmp_path)
+    *divided_ones, undivided = hybrid.stdout.split("Muon step of pipeline stage 0, ")[1:]
+    for text, choice in zip(divided_ones, ("null", "true"), strict=True):
+        assert text.startswith("all 2 replicas together, planned for cpu:")
+        assert f"over the fast link (dp.outer=replicate, optimizer.divide_replicas={choice})" in text
+        assert ", 2 broadcast 0." in text
+    assert "each of the 2 replicas updates all of it (dp.outer=replicate, optimizer.divide_replicas=false)" in undivided
+    assert "broadcast" not in undivided
 
 
 def test_hydras_flags_stand_anywhere(tmp_path: Path) -> None:

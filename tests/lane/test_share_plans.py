@@ -26,6 +26,7 @@ CASES = {
     "moe": (moe(), 4, Topology(), HpFsdp()),
     "moe-ep2": (moe(), 4, Topology(ep=2), HpFsdp()),
     "replicate": (dense(), 4, Topology(), HpFsdp(replicas=2)),
+    "replicate-moe": (moe(), 4, Topology(), HpFsdp(replicas=2)),
     "shard": (dense(num_layers=5), 4, Topology(), HpFsdp(replicas=2, outer=OuterMode.shard)),
     "broadcast": (mla(), 4, Topology(ep=2), HpFsdp(replicas=2, outer=OuterMode.broadcast, outer_bucket_mib=0.01)),
 }

@@ -23,3 +23,6 @@ def test_known_groups() -> None:
     assert list(shard_groups(config, 16, is_expert=False)) == [
         [0, 2], [4, 6], [1, 3], [5, 7], [8, 10], [12, 14], [9, 11], [13, 15],
     ]  # fmt: skip
+    assert list(shard_groups(config, 16, is_expert=False, between_replicas=True)) == [
+        [0, 4], [2, 6], [1, 5], [3, 7], [8, 12], [10, 14], [9, 13], [11, 15],
+    ]  # fmt: skip

@@ -7,7 +7,7 @@ from itertools import product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hp_muon_plugin.muon.distributed.balance import divide
+from hp_muon_plugin.muon.distributed.balance import divide, divide_parts
 
 COSTS = st.lists(st.sampled_from([0.5, 1.0, 1.4, 2.0, 3.3, 5.0, 8.2, 13.0, 40.0]), min_size=1, max_size=90)
 FREE_COSTS = st.lists(st.floats(0.01, 100.0), min_size=1, max_size=90)
@@ -108,3 +108,22 @@ def test_what_ranks_do_anyway_counts() -> None:
     assert division.loads == (3.0, 3.0, 3.0)
     only = divide([1.0, 1.0, 1.0], 3, allowed=[(2,), (2,), None])
     assert only.owners == (2, 2, 0)
+
+
+@given(FREE_COSTS, st.integers(1, 16))
+def test_owners_with_one_place_have_no_more_than_the_mean_and_one_item(costs: list[float], num_owners: int) -> None:
+    owners = divide_parts([{0: cost} for cost in costs], num_owners, 1)
+    most = max(
+        sum(cost for cost, owner in zip(costs, owners, strict=True) if owner == own) for own in range(num_owners)
+    )
+    assert most <= (sum(costs) / num_owners + (1 - 1 / num_owners) * max(costs)) * (1 + 1e-9)
+
+
+@given(st.integers(1, 6), st.integers(1, 5), st.integers(1, 4))
+def test_owners_share_equal_items_at_every_place(num_places: int, rounds: int, num_owners: int) -> None:
+    """Items of one place each, one after another, as the experts of layers lie: no place has one owner's alone."""
+    owners = divide_parts([{place: 1.0} for _ in range(rounds) for place in range(num_places)], num_owners, num_places)
+    for place in range(num_places):
+        counts = [owners[place::num_places].count(owner) for owner in range(num_owners)]
+        assert max(counts) - min(counts) <= 1
+    assert max(map(owners.count, range(num_owners))) <= -(-rounds * num_places // num_owners) + 1

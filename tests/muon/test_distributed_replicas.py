@@ -5,9 +5,14 @@ import torch
 from dist_pool import joined, run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
+from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.fsdp import hp_fully_shard
+from hp_muon_plugin.layout.cuts import Cuts
+from hp_muon_plugin.layout.spec import ParamSpec, Role, plain_matrix
 from hp_muon_plugin.muon import build_optimizer
+from hp_muon_plugin.muon.distributed.items import ShardedParam
 from hp_muon_plugin.muon.distributed.optimizer import ShardedMuonOptimizer
+from hp_muon_plugin.muon.distributed.replica_plan import replica_owners
 from hp_muon_plugin.muon.distributed.shards import shards_of
 from hp_muon_plugin.train.setup import Launch
 from muon.sharded_weights import (
@@ -88,3 +93,18 @@ def run_only_parameter(launch: Launch) -> int:
 def test_the_only_parameter_of_a_model_is_updated_by_the_replica_that_owns_it() -> None:
     """That replica owned all, took replicas for undivided, and would have waited for the others' weights."""
     assert sum(run_ranks(4, run_only_parameter)) == 2
+
+
+def test_replicas_share_the_experts_of_every_rank() -> None:
+    """With one expert on a rank and layer, one replica updated all of the first rank's and the other one none."""
+    experts = [
+        ShardedParam(
+            ParamSpec(f"layers.{layer}.experts.{place}", Role.matrix, (64, 96), view=plain_matrix(64, 96)),
+            Cuts.of([0] * (place + 1) + [64 * 96] * (4 - place)),
+        )
+        for layer in range(4)
+        for place in range(4)
+    ]
+    owners = replica_owners(experts, HpMuon(divide_replicas=True), replicas=2, device="cpu")
+    for place in range(4):
+        assert sorted(owner for owner in owners[place::4] if owner is not None) == [0, 0, 1, 1]

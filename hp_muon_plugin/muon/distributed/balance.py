@@ -11,7 +11,7 @@ best division). Items of two lengths, which fit together on a rank in one way on
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 _MAX_ROUNDS = 64
@@ -78,6 +78,38 @@ def divide(
             owners, loads = found
             _improve(costs, owners, loads)
     return Division(tuple(owners), tuple(loads))
+
+
+def divide_parts(parts: Sequence[Mapping[int, float]], num_owners: int, num_places: int) -> tuple[int, ...]:
+    """Give every item an owner where each owner has several places, and an item's parts lie at fixed ones.
+
+    The longest first, each to the owner with whom the sum of squares of all loads grows least: of each place of each
+    owner, and of owners as if their places had equal loads.
+
+    Args:
+        parts: Cost of each item by place; places that hold nothing of it are left out.
+        num_owners: Owners.
+        num_places: Places of each.
+
+    Returns:
+        The owner of each item.
+    """
+    costs = [sum(part.values()) for part in parts]
+    loads: list[dict[int, float]] = [{} for _ in range(num_owners)]
+    totals = [0.0] * num_owners
+
+    def growth(item: int, owner: int) -> float:
+        here = sum(cost * loads[owner].get(place, 0.0) for place, cost in parts[item].items())
+        return here + costs[item] * totals[owner] / num_places
+
+    owners = [0] * len(parts)
+    for item in sorted(range(len(parts)), key=lambda item: (-costs[item], item)):
+        owner = min(range(num_owners), key=lambda owner: (growth(item, owner), owner))
+        owners[item] = owner
+        totals[owner] += costs[item]
+        for place, cost in parts[item].items():
+            loads[owner][place] = loads[owner].get(place, 0.0) + cost
+    return tuple(owners)
 
 
 def _least(heap: list[tuple[float, int]], loads: Sequence[float], preferred: Sequence[int]) -> int:

@@ -10,13 +10,12 @@ from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.errors import ConfigError
 from hp_muon_plugin.layout.cuts import Cuts
 from hp_muon_plugin.layout.spec import ParamSpec
-from hp_muon_plugin.muon.distributed.balance import divide
-from hp_muon_plugin.muon.distributed.cost import Rates, rates_of
+from hp_muon_plugin.muon.distributed.cost import Rates
 from hp_muon_plugin.muon.distributed.items import ShardedParam
-from hp_muon_plugin.muon.distributed.optimizer import ShardedMuonOptimizer, Share
+from hp_muon_plugin.muon.distributed.optimizer import ShardedMuonOptimizer
 from hp_muon_plugin.muon.distributed.planner import BATCH_BYTES
-from hp_muon_plugin.muon.distributed.replica_plan import is_worth_sending, item_flops
 from hp_muon_plugin.muon.distributed.shards import ShardOf, axes_of, local_part
+from hp_muon_plugin.muon.distributed.share import Share, divided_share
 from hp_muon_plugin.muon.routing import Algorithm
 from hp_muon_plugin.platform.collectives import AxisGroup
 from hp_muon_plugin.platform.protocol import Wire
@@ -81,28 +80,13 @@ def _share(
 ) -> Share:
     """The parameters of one axis that this replica updates, and what replicas send each other."""
     axis, replicas = held[0].axis, held[0].replicas
-    sent: list[tuple[torch.nn.Parameter, int]] = []
-    updated = list(held)
-    if replicas.size > 1 and not is_divided and all(shard.replicas == replicas for shard in held):
-        rates = rates_of(config.rates, device)
-        costs = item_flops([specs[shard.param] for shard in held], config, device=device)
-        # of a weight, a rank computes and sends its share
-        worth = [
-            is_worth_sending(cost, specs[shard.param].numel, replicas.size, config, rates)
-            for shard, cost in zip(held, costs, strict=True)
-        ]
-        shared = [shard for shard, is_sent in zip(held, worth, strict=True) if is_sent]
-        owners = divide([cost for cost, is_sent in zip(costs, worth, strict=True) if is_sent], replicas.size).owners
-        sent = [(shard.param, owner) for shard, owner in zip(shared, owners, strict=True)]
-        elsewhere = {shard.param for shard, owner in zip(shared, owners, strict=True) if owner != replicas.index}
-        updated = [shard for shard in held if shard.param not in elsewhere]
-    return Share(
-        axis,
-        tuple(ShardedParam(specs[shard.param], shard.cuts) for shard in updated),
-        tuple(shard.param if local_part(shard.param).numel() else None for shard in updated),
-        replicas=replicas if sent else None,
-        sent=tuple(sent),
-    )
+    if is_divided or any(shard.replicas != replicas for shard in held):
+        replicas = AxisGroup.single("undivided")
+    told = [
+        (ShardedParam(specs[shard.param], shard.cuts), shard.param if local_part(shard.param).numel() else None)
+        for shard in held
+    ]
+    return divided_share(axis, replicas, told, config, device)
 
 
 def replicated_optimizer(

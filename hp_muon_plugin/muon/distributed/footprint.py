@@ -85,7 +85,16 @@ class Footprint:
             itemsize: Bytes of an element of the weights that are sent.
         """
         self.add_matrices(build_plan([item.spec for item in plan.updated(place)], self._config, device=self._device))
-        for owner, numel in enumerate(plan.sent_numels):
+        self.add_sent(dict(enumerate(plan.sent_numels)), itemsize=itemsize)
+
+    def add_sent(self, numels: Mapping[int, int], *, itemsize: int = _FLOAT) -> None:
+        """Use what new weights take that ranks send each other which hold the same ones.
+
+        Args:
+            numels: Elements by the place of who sends them.
+            itemsize: Bytes of an element.
+        """
+        for owner, numel in numels.items():
             self.take(f"share_weights{owner}", numel, itemsize)
 
     def _look_ahead(self, messages: Messages, rank: int) -> None:

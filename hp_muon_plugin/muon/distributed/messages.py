@@ -243,6 +243,19 @@ class Arriving:
         """Bytes of all collectives."""
         return sum(num_bytes for _, num_bytes in self.by_name.values())
 
+    def also(self, name: str, number: int, num_bytes: int) -> "Arriving":
+        """The same and other collectives.
+
+        Args:
+            name: Their name.
+            number: How many; one message each.
+            num_bytes: What arrives by them.
+
+        Returns:
+            Both together.
+        """
+        return Arriving(_added([self.by_name, {name: (number, num_bytes)}]), self.num_messages + number)
+
 
 def arriving(plan: SharePlan) -> list[Arriving]:
     """What arrives at every rank of an axis in a step; see :meth:`Messages.arriving`.

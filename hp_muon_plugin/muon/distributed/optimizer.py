@@ -1,7 +1,7 @@
 """Muon over parameters that ranks share, and AdamW over their shards, as one torch optimizer."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,40 +11,19 @@ from hp_muon_plugin.layout.spec import ParamSpec
 from hp_muon_plugin.muon.distributed.agreement import check_plans
 from hp_muon_plugin.muon.distributed.cost import Rates
 from hp_muon_plugin.muon.distributed.executor import ShareExecutor
-from hp_muon_plugin.muon.distributed.items import ShardedParam
 from hp_muon_plugin.muon.distributed.measured import measured_rates
 from hp_muon_plugin.muon.distributed.plan import SharePlan
 from hp_muon_plugin.muon.distributed.planner import BATCH_BYTES, share_plan
 from hp_muon_plugin.muon.distributed.replica_plan import ReplicaPlan
 from hp_muon_plugin.muon.distributed.replicas import ReplicaExecutor, WeightBroadcast
 from hp_muon_plugin.muon.distributed.shards import local_part
+from hp_muon_plugin.muon.distributed.share import Share
 from hp_muon_plugin.muon.executor import ParamStep
 from hp_muon_plugin.muon.optimizer import HpMuonOptimizer
 from hp_muon_plugin.muon.workspace import Workspace
 from hp_muon_plugin.platform.collectives import AxisGroup
 from hp_muon_plugin.platform.protocol import Wire
 from hp_muon_plugin.platform.wire import C10dWire
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """Muon's parameters on one shard axis, of which this replica updates all.
-
-    Attributes:
-        axis: The axis.
-        params: The parameters, in one order on all of its ranks.
-        mains: What the optimizer updates of each: this rank's stretch, or None if that is empty.
-        is_replicated: Whether all ranks of the axis hold all of the parameters.
-        replicas: Ranks that hold the same stretches and update other parameters, or None.
-        sent: What those send each other after an update: stretches, and the place of who updates them.
-    """
-
-    axis: AxisGroup
-    params: tuple[ShardedParam, ...]
-    mains: tuple[torch.nn.Parameter | None, ...]
-    is_replicated: bool = False
-    replicas: AxisGroup | None = None
-    sent: tuple[tuple[torch.nn.Parameter, int], ...] = ()
 
 
 class ShardedMuonOptimizer(HpMuonOptimizer):

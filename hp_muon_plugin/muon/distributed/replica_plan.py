@@ -1,7 +1,8 @@
 """Which of several ranks that hold the same weights updates which matrix. No torch.
 
 Each matrix that takes longer to compute than to send has one owner, the longest first to whoever has least; the
-others are updated by every rank, and nothing of them is sent.
+others are updated by every rank, and nothing of them is sent. Where the ranks are replicas of shards, each weight that
+is worth it has one owner replica, so that replicas have as much to do in all and on every rank.
 """
 
 from collections.abc import Sequence
@@ -12,9 +13,9 @@ from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.layout.spec import ParamSpec
 from hp_muon_plugin.muon.algorithm import TABLE, load_table
 from hp_muon_plugin.muon.coefficients import resolve_schedule
-from hp_muon_plugin.muon.distributed.balance import divide
+from hp_muon_plugin.muon.distributed.balance import divide, divide_parts
 from hp_muon_plugin.muon.distributed.cost import Rates, kind_of, rates_of
-from hp_muon_plugin.muon.distributed.items import Item, pieces_of
+from hp_muon_plugin.muon.distributed.items import Item, ShardedParam, pieces_of
 
 _BYTES = 4
 
@@ -122,6 +123,89 @@ def replica_plan(
         sum(flops),
         rates,
     )
+
+
+def replica_owners(
+    params: Sequence[ShardedParam], config: HpMuon, *, replicas: int, device: str
+) -> tuple[int | None, ...]:
+    """Divide parameters over replicas of one shard axis, which hold the same shards of all of them.
+
+    Args:
+        params: The parameters, in one order on all ranks.
+        config: Options.
+        replicas: How many there are.
+        device: ``cpu``, ``cuda`` or ``npu``.
+
+    Returns:
+        For each the replica that updates it and sends the others its new weight, or None if every replica does.
+    """
+    if replicas == 1 or not params:
+        return (None,) * len(params)
+    rates = rates_of(config.rates, device)
+    costs = item_flops([param.spec for param in params], config, device=device)
+    # of a weight, a rank computes and sends its share
+    shared = [
+        index
+        for index, (cost, param) in enumerate(zip(costs, params, strict=True))
+        if is_worth_sending(cost, param.spec.numel, replicas, config, rates)
+    ]
+    parts = [
+        {
+            place: costs[index] * (stop - start) / params[index].cuts.numel
+            for place, start, stop in params[index].cuts.pieces()
+        }
+        for index in shared
+    ]
+    owners = dict(zip(shared, divide_parts(parts, replicas, params[0].cuts.size), strict=True))
+    return tuple(owners.get(index) for index in range(len(params)))
+
+
+@dataclass(frozen=True, slots=True)
+class SentWeights:
+    """New weights that replicas of a shard axis send each other in a step.
+
+    Attributes:
+        num_weights: How many.
+        numels: Their elements by place on the axis, and by the replica that sends; those with nothing are left out.
+    """
+
+    num_weights: int
+    numels: dict[int, dict[int, int]]
+
+    def __bool__(self) -> bool:
+        return bool(self.numels)
+
+    def arriving(self, place: int, replica: int) -> tuple[int, int]:
+        """What arrives at a rank.
+
+        Args:
+            place: Its place on the shard axis.
+            replica: Which replica it is in.
+
+        Returns:
+            Broadcasts in which it takes part, and bytes that arrive by them, in float32.
+        """
+        told = self.numels.get(place, {})
+        return len(told), _BYTES * sum(numel for owner, numel in told.items() if owner != replica)
+
+
+def sent_weights(params: Sequence[ShardedParam], owners: Sequence[int | None]) -> SentWeights:
+    """What replicas send each other.
+
+    Args:
+        params: Parameters of a shard axis.
+        owners: As of :func:`replica_owners`.
+
+    Returns:
+        The elements, by place and by replica.
+    """
+    found: dict[int, dict[int, int]] = {}
+    for param, owner in zip(params, owners, strict=True):
+        if owner is not None:
+            for place, start, stop in param.cuts.pieces():
+                by_owner = found.setdefault(place, {})
+                by_owner[owner] = by_owner.get(owner, 0) + stop - start
+    return SentWeights(sum(owner is not None for owner in owners), found)
 
 
 def item_flops(specs: Sequence[ParamSpec], config: HpMuon, *, device: str) -> list[float]:
