@@ -64,8 +64,8 @@ def _kind_lines(stage: StageShares, shares: Sequence[PlannedShare], link: str) -
     yield f"{what} over {plan.axis}, {plan.size} ranks, {link} link:"
     for count, matrices in _whole(shares):
         yield f"  {count} x {matrices}: whole on a rank, nothing is sent"
-    for (matrices, route), (count, priced) in _cut(shares).items():
-        yield f"  {count} x {matrices}: {route}"
+    for (matrices, route, refusal), (count, priced) in _cut(shares).items():
+        yield f"  {count} x {matrices}: {route}{f', not gram: {refusal}' if refusal else ''}"
         yield f"    ms: {', '.join(priced)}"
     loads = [load for share in shares for load in share.plan.loads]
     mean = sum(loads) / len(loads)
@@ -89,14 +89,14 @@ def _whole(shares: Sequence[PlannedShare]) -> Iterator[tuple[int, str]]:
         yield count, text
 
 
-def _cut(shares: Sequence[PlannedShare]) -> dict[tuple[str, str], tuple[int, list[str]]]:
-    """Items that ranks share, by kind and route, with the prices of all routes."""
-    found: dict[tuple[str, str], tuple[int, list[str]]] = {}
+def _cut(shares: Sequence[PlannedShare]) -> dict[tuple[str, str, str], tuple[int, list[str]]]:
+    """Items that ranks share, by kind, route and why it is not the one asked for, with the prices of all routes."""
+    found: dict[tuple[str, str, str], tuple[int, list[str]]] = {}
     for share in shares:
         for choice in share.plan.choices:
             seconds = {name: price.seconds(share.plan.rates) for name, price in choice.prices}
             priced = [f"{name} {ms(seconds[name])}" for name in sorted(seconds, key=lambda name: seconds[name])]
-            key = matrices_text(share.plan.items[choice.items[0]].spec.view), str(choice.route)
+            key = matrices_text(share.plan.items[choice.items[0]].spec.view), str(choice.route), choice.refusal
             count, first = found.get(key, (0, priced))
             found[key] = count + len(choice.items), first
     return found

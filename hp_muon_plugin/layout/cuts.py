@@ -5,7 +5,7 @@ reads cuts sees all of them.
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import overload
@@ -92,3 +92,17 @@ class Cuts(Sequence[int]):
         low, high = bisect_right(self.ends, start) - 1, bisect_left(self.ends, stop)
         ends = tuple(min(end, stop) - start for end in self.ends[low + 1 : high + 1])
         return Cuts(self.size, self.first + low, (0, *ends))
+
+    def mapped(self, place: Callable[[int], int]) -> "Cuts":
+        """Of some of the elements.
+
+        Args:
+            place: How many of these lie before an element.
+
+        Returns:
+            Their cuts; a rank between the first and the last that hold some may hold nothing.
+        """
+        ends = [place(end) for end in self.ends]
+        low = next((index for index in range(len(ends) - 1) if ends[index + 1]), 0)
+        high = next((index for index in range(low + 1, len(ends)) if ends[index] == ends[-1]), low + 1)
+        return Cuts(self.size, self.first + low if ends[-1] else 0, tuple(ends[low : high + 1]))

@@ -172,6 +172,29 @@ class Price:
         return self.bytes_received / rates.bytes_received + self.flops / rates.flops + messages
 
 
+def gram_refusal(item: Item, kind: Kind, *, can_factor: bool) -> str:
+    """Why Gram matrices of an item cannot be exchanged instead of its parts.
+
+    Args:
+        item: The item.
+        kind: Its cost.
+        can_factor: Whether factors may be exchanged.
+
+    Returns:
+        The reason, or nothing.
+    """
+    if not can_factor:
+        return "Gram matrices are float32, and ns_dtype is not"
+    if item.spec.split is not None:
+        return "tensor-parallel ranks cut it too"
+    if item.matrix is None:
+        return "it is several matrices that are not each whole rows, or ranks' parts end inside rows"
+    if not item.is_cut_between_rows:
+        return "ranks' parts end inside rows"
+    rows, cols = item.matrix
+    return "wide matrices need all steps on one Gram matrix" if rows < cols and kind.runs > 1 else ""
+
+
 def prices(
     items: Sequence[Item], size: int, kind: Kind, *, itemsize: int, can_factor: bool, has_others: bool = False
 ) -> dict[str, Price]:

@@ -1,12 +1,13 @@
 """Running a share plan: local matrices, and the batches of shared ones with two under way at a time."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.muon.distributed.factored import FactoredBatch
 from hp_muon_plugin.muon.distributed.items import Item
 from hp_muon_plugin.muon.distributed.messages import Messages
-from hp_muon_plugin.muon.distributed.parts import Parts
+from hp_muon_plugin.muon.distributed.parts import Parts, in_param
 from hp_muon_plugin.muon.distributed.plan import SharePlan
 from hp_muon_plugin.muon.distributed.whole import WholeBatch
 from hp_muon_plugin.muon.executor import Executor, ParamStep
@@ -96,8 +97,15 @@ class ShareExecutor:
         if step is None:
             return None
         first = item.start - self.plan.params[item.param].cuts[self._axis.index]
-        where = slice(first, first + item.numel)
-        return ParamStep(step.weight[where], step.grad[where], step.momentum[where], step.decay, step.lr, step.beta)
+        (run,) = item.runs(0, item.numel)
+        tensors = (step.weight, step.grad, step.momentum)
+        if item.stripe is None:
+            weight, grad, momentum = (tensor[first : first + item.numel] for tensor in tensors)
+        else:
+            assert item.spec.view is not None
+            run, factors = replace(run, start=first + run.start), item.spec.view.factors
+            weight, grad, momentum = (in_param(tensor, run).view(factors) for tensor in tensors)
+        return ParamStep(weight, grad, momentum, step.decay, step.lr, step.beta)
 
 
 def _advance(batch: Iterator[None]) -> bool:

@@ -6,7 +6,9 @@ A parameter lies on a shard axis in stretches: rank ``i`` holds the elements ``c
 
 An item is a stretch of a parameter that no matrix leaves: the parameter itself, or, where its first
 factor numbers matrices (stacked experts, heads, gate and up), one of these, so that each can have an
-owner of its own. Neighbours that lie whole on one rank are one item.
+owner of its own. Neighbours that lie whole on one rank are one item. Where ranks cut a stretch of several
+matrices between rows, and each is whole rows (q, k and v of a fused weight), these are items too: their
+elements lie apart from each other, block by block.
 """
 
 import math
@@ -16,6 +18,7 @@ from dataclasses import dataclass, replace
 
 from hp_muon_plugin.layout.cuts import Cuts
 from hp_muon_plugin.layout.spec import MatrixPart, MatrixView, ParamSpec
+from hp_muon_plugin.muon.distributed.stripes import Run, Stripe, stripe_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +52,15 @@ class Item:
         param: Index of the parameter among those of the plan.
         start: First element, counted in the parameter's tensor-parallel part.
         spec: The stretch as a parameter of its own.
-        cuts: ``(ranks + 1,)`` as of :class:`ShardedParam`, counted from ``start``.
+        cuts: ``(ranks + 1,)`` as of :class:`ShardedParam`, in the item's own elements.
+        stripe: Where its elements lie, counted from ``start``; None if one after another.
     """
 
     param: int
     start: int
     spec: ParamSpec
     cuts: Cuts
+    stripe: Stripe | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "cuts", Cuts.of(self.cuts))
@@ -79,6 +84,21 @@ class Item:
     def held(self, rank: int) -> int:
         """Elements that a rank holds."""
         return self.cuts[rank + 1] - self.cuts[rank]
+
+    def runs(self, low: int, high: int) -> Iterator[Run]:
+        """Where elements lie in the parameter, counted from :attr:`start`.
+
+        Args:
+            low: The first one.
+            high: The one after the last.
+
+        Yields:
+            Runs that hold each of them once, in their order.
+        """
+        if self.stripe is not None:
+            yield from self.stripe.runs(low, high)
+        elif low < high:
+            yield Run(low, low, 1, high - low, high - low)
 
     @property
     def holders(self) -> tuple[int, ...]:
@@ -122,12 +142,15 @@ def items_of(index: int, param: ShardedParam) -> list[Item]:
     if not spec.local_numel:
         return []
     if not _is_divisible(spec):
-        return [Item(index, 0, spec, param.cuts)]
+        return _by_matrix(Item(index, 0, spec, param.cuts))
     assert spec.view is not None
     block = spec.numel // spec.view.factors[0]
     return [
-        Item(index, first * block, _blocks(spec, first, last), param.cuts.clipped(first * block, last * block))
+        item
         for first, last in _runs(param.cuts, spec.view.factors[0], block)
+        for item in _by_matrix(
+            Item(index, first * block, _blocks(spec, first, last), param.cuts.clipped(first * block, last * block))
+        )
     ]
 
 
@@ -154,6 +177,26 @@ def pieces_of(index: int, spec: ParamSpec, count: int) -> list[Item]:
     return [
         Item(index, first * each, _blocks(spec, first, last), Cuts.of((0, (last - first) * each)))
         for first, last in pieces
+    ]
+
+
+def _by_matrix(item: Item) -> list[Item]:
+    """An item that ranks cut, divided into its matrices where each is whole rows and no rank's part ends inside one."""
+    view = item.spec.view
+    if not item.is_cut or item.spec.split is not None or view is None or len(view.parts) < 2:
+        return [item]
+    found = [stripe_of(view, part) for part in view.parts]
+    if any(told is None or any(end % told[1].factors[-1] for end in item.cuts.ends) for told in found):
+        return [item]
+    return [
+        Item(
+            item.param,
+            item.start,
+            replace(item.spec, name=f"{item.spec.name}[{part.label}]", shape=own.factors, view=own),
+            item.cuts.mapped(stripe.before),
+            stripe,
+        )
+        for part, (stripe, own) in zip(view.parts, filter(None, found), strict=True)
     ]
 
 

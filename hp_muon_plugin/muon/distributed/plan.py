@@ -60,11 +60,13 @@ class Choice:
         items: Indices into ``SharePlan.items``.
         route: The route taken.
         prices: Of every possible route, by its name.
+        refusal: Why a named strategy was not taken; empty if it was, or if prices chose.
     """
 
     items: tuple[int, ...]
     route: Route
     prices: tuple[tuple[str, Price], ...]
+    refusal: str = ""
 
 
 @dataclass(frozen=True)

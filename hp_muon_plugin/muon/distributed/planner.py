@@ -15,7 +15,7 @@ from hp_muon_plugin.layout.cuts import Cuts
 from hp_muon_plugin.muon.algorithm import TABLE, Rule, load_table
 from hp_muon_plugin.muon.coefficients import resolve_schedule
 from hp_muon_plugin.muon.distributed.balance import divide
-from hp_muon_plugin.muon.distributed.cost import Kind, Price, Rates, kind_of, prices, rates_of
+from hp_muon_plugin.muon.distributed.cost import Kind, Price, Rates, gram_refusal, kind_of, prices, rates_of
 from hp_muon_plugin.muon.distributed.items import Item, ShardedParam, items_of
 from hp_muon_plugin.muon.distributed.plan import Batch, Choice, Route, SharePlan
 
@@ -180,7 +180,15 @@ class _Planner:
             routes = cheapest_together(priced, self.rates, forbidden=(Route.OWNER,) if self._has_few_peers else ())
         else:
             routes = [self._route(each) for each in priced]
-        return [Choice(*told[:2], tuple(told[2].items())) for told in zip(members, routes, priced, strict=True)]
+        return [
+            Choice(found, route, tuple(each.items()), self._refusal(found[0], route))
+            for found, route, each in zip(members, routes, priced, strict=True)
+        ]
+
+    def _refusal(self, index: int, route: Route) -> str:
+        if self._config.strategy is not Strategy.gram or route in _ROUTES[Strategy.gram]:
+            return ""
+        return gram_refusal(self._items[index], self._kinds[index], can_factor=self._is_float32)
 
     def _route(self, priced: Mapping[str, Price]) -> Route:
         allowed = [route for route in _ROUTES[self._config.strategy] if route in priced]
