@@ -1,6 +1,6 @@
 """Figures of a dry run as text."""
 
-from hp_muon_plugin.muon.distributed.cost import Rates
+from hp_muon_plugin.muon.rates import Rates
 
 _MIB = 2**20
 

@@ -10,8 +10,8 @@ from hp_muon_plugin.layout.spec import ParamSpec
 from hp_muon_plugin.models.muon_shares import PlannedShare, StageShares, device_of, stage_shares
 from hp_muon_plugin.models.shard_plan import ShardPlan
 from hp_muon_plugin.models.shard_topology import links
-from hp_muon_plugin.muon.distributed.cost import Rates
 from hp_muon_plugin.muon.distributed.footprint import Footprint
+from hp_muon_plugin.muon.rates import Rates
 from hp_muon_plugin.muon.table import matrices_text
 
 

@@ -11,16 +11,12 @@ from hp_muon_plugin.layout.spec import MatrixView, ParamSpec
 from hp_muon_plugin.muon.algorithm import Rule, choose
 from hp_muon_plugin.muon.batches import FLOAT_BYTES, PlannedPart, gram_algorithm
 from hp_muon_plugin.muon.coefficients import Coefficients
+from hp_muon_plugin.muon.rates import Rates
 from hp_muon_plugin.muon.scale import update_scale
 
 # Below this side, one direction that a float32 Gram matrix loses is too large a part of the result;
 # the table of algorithms takes the standard form there, which reads the matrix at every step.
 _LEAST_GRAM_SIDE = 12
-# Operations in the time of one byte between ranks. Modelled, not measured: 100 GFLOP/s on two cores over
-# 2 GB/s of gloo; 400 TFLOP/s of half-precision products over 400 GB/s. It decides only between two exact
-# ways for matrices that are cut along their short side.
-_FLOPS_PER_BYTE = {"cpu": 50.0}
-_FLOPS_PER_BYTE_ELSEWHERE = 1000.0
 _FLOAT32_COSTS_ELSEWHERE = 8.0  # of a float32 operation in half-precision ones
 
 
@@ -95,12 +91,14 @@ class Router:
         device: ``cpu``, ``cuda`` or ``npu``.
         table: Which algorithm is fastest for which shape.
         coefficients: Newton-Schulz coefficients of every step.
+        rates: By which two exact ways are compared for matrices that are cut along their short side.
     """
 
     mode: TensorParallelMode
     device: str
     table: Sequence[Rule]
     coefficients: Sequence[Coefficients]
+    rates: Rates
 
     def pieces(self, param: int, spec: ParamSpec) -> list[Piece]:
         """Divide one parameter.
@@ -162,7 +160,7 @@ class Router:
         gram, found = gram_algorithm(self.device, held, self.table), choose(self.device, short, long, table=self.table)
         runs = gram.run_lengths(self.coefficients)
         float32 = 1.0 if self.device == "cpu" else _FLOAT32_COSTS_ELSEWHERE
-        per_byte = _FLOPS_PER_BYTE.get(self.device, _FLOPS_PER_BYTE_ELSEWHERE)
+        per_byte = self.rates.flops / self.rates.bytes_received
         weight = float32 if found.dtype == gram.dtype else 1.0
         gather_cost = weight * found.flops(short, long, found.run_lengths(self.coefficients))
         gather_cost += per_byte * FLOAT_BYTES * held * divided * (size - 1) / size

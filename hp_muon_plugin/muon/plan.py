@@ -12,10 +12,11 @@ from pathlib import Path
 from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.layout.spec import ParamSpec
 from hp_muon_plugin.muon.algorithm import TABLE, Rule, load_table
+from hp_muon_plugin.muon.balance import divide
 from hp_muon_plugin.muon.batches import FLOAT_BYTES, Family, FusedBatch, PlannedPart, fused_batches
 from hp_muon_plugin.muon.coefficients import Coefficients, resolve_schedule
-from hp_muon_plugin.muon.owners import assign_owners
 from hp_muon_plugin.muon.pieces import Piece, Router, Way
+from hp_muon_plugin.muon.rates import rates_of
 from hp_muon_plugin.muon.stage import PlannedCollective, Stage
 
 __all__ = ["Family", "FusedBatch", "MuonPlan", "PlannedCollective", "PlannedPart", "Stage", "build_plan"]
@@ -130,7 +131,7 @@ def build_plan(
         table = load_table(Path(config.ns_table)) if config.ns_table else TABLE
     limit = _BATCH_BYTES.get(device, _STAGE_BYTES) if max_batch_bytes is None else max_batch_bytes
     coefficients = resolve_schedule(config.schedule, steps=config.steps, custom=config.coefficients)
-    router = Router(config.tp_mode, device, table, coefficients)
+    router = Router(config.tp_mode, device, table, coefficients, rates_of(config.rates, device))
     pieces = tuple(piece for param, spec in enumerate(specs) for piece in router.pieces(param, spec))
     builder = _StageBuilder(config, device, table, coefficients, limit, max_stage_bytes, pieces)
     ways = sorted({(piece.axis or "", piece.way) for piece in pieces})
@@ -162,7 +163,13 @@ class _StageBuilder:
         size = self.pieces[chunk[0]].num_slices if axis else 1
         numels = tuple(self.pieces[index].spec.local_numel for index in chunk)
         if way is Way.owner:
-            owners = assign_owners([self._flops(index) for index in chunk], loads)
+            costs = [self._flops(index) for index in chunk]
+            # ranks wait for each other at the end of a stage, so work of earlier stages only breaks ties: that
+            # single jobs do not all go to the first rank
+            ties = sorted(range(size), key=lambda rank: (loads[rank], rank))
+            owners = divide(costs, size, preferred=[ties] * len(costs)).owners
+            for owner, cost in zip(owners, costs, strict=True):
+                loads[owner] += cost
             batches = [
                 batch
                 for owner in range(size)

@@ -7,7 +7,7 @@ from itertools import product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hp_muon_plugin.muon.distributed.balance import divide, divide_parts
+from hp_muon_plugin.muon.balance import divide, divide_parts
 
 COSTS = st.lists(st.sampled_from([0.5, 1.0, 1.4, 2.0, 3.3, 5.0, 8.2, 13.0, 40.0]), min_size=1, max_size=90)
 FREE_COSTS = st.lists(st.floats(0.01, 100.0), min_size=1, max_size=90)

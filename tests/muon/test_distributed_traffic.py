@@ -12,11 +12,11 @@ from hp_muon_plugin.config.choices import Strategy
 from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.layout.spec import ParamSpec, Role, plain_matrix
 from hp_muon_plugin.muon import build_optimizer
-from hp_muon_plugin.muon.distributed.cost import Rates
 from hp_muon_plugin.muon.distributed.items import ShardedParam, dim0_cuts
 from hp_muon_plugin.muon.distributed.messages import Messages, received_bytes, traffic
 from hp_muon_plugin.muon.distributed.plan import Route, SharePlan
 from hp_muon_plugin.muon.distributed.planner import share_plan
+from hp_muon_plugin.muon.rates import Rates
 from hp_muon_plugin.platform.counting import CountingWire
 from hp_muon_plugin.platform.strict import StrictWire
 from hp_muon_plugin.platform.wire import C10dWire

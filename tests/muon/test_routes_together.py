@@ -1,8 +1,9 @@
 """Routes are chosen for all kinds of items together, because items of one route share its messages."""
 
-from hp_muon_plugin.muon.distributed.cost import Price, Rates
+from hp_muon_plugin.muon.distributed.cost import Price
 from hp_muon_plugin.muon.distributed.plan import Route
 from hp_muon_plugin.muon.distributed.planner import cheapest_together
+from hp_muon_plugin.muon.rates import Rates
 
 RATES = Rates(1e9, 1e9, 1e-3)
 

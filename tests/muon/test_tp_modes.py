@@ -7,7 +7,7 @@ import torch
 from dist_pool import run_ranks
 
 from hp_muon_plugin.config.choices import Schedule, TensorParallelMode
-from hp_muon_plugin.config.optimizer import HpMuon
+from hp_muon_plugin.config.optimizer import HpMuon, MuonRates
 from hp_muon_plugin.layout.spec import plain_matrix
 from hp_muon_plugin.muon import blockwise
 from hp_muon_plugin.muon.optimizer import HpMuonOptimizer
@@ -117,9 +117,17 @@ def test_gram_matrices_of_the_long_side_where_they_cost_less() -> None:
     assert piece.why == "gram matrices of the long side (1024) cost less than a gather"
 
 
+@pytest.mark.parametrize(("bytes_per_s", "way"), [(1e6, Way.gather), (1e9, Way.gram)])
+def test_stated_rates_decide_about_the_long_side(bytes_per_s: float, way: Way) -> None:
+    """There was a table of rates for tensor-parallel matrices alone, which options did not reach."""
+    weights = {"w": ((1020, 1024), plain_matrix(1020, 1024), (1020, 1024), 0)}
+    options = {"rates": MuonRates(bytes_per_s=bytes_per_s)}
+    (piece,) = job_of(DISTRIBUTED, options=options, weights=weights).plan(4).pieces
+    assert piece.way is way
+
+
 def test_gram_matrices_of_the_long_side_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """They have as many zero eigenvalues as the matrix has rows too few."""
-    monkeypatch.setattr("hp_muon_plugin.muon.pieces._FLOPS_PER_BYTE", {"cpu": 0.0})
     weights = {"w": ((30, 32), plain_matrix(30, 32), (30, 32), 0), "v": ((32, 28), plain_matrix(32, 28), (32, 28), 1)}
     job = job_of(DISTRIBUTED, weights=weights)
     monkeypatch.setattr("hp_muon_plugin.muon.pieces.Router._refusal", lambda *_: "")

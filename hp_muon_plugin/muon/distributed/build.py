@@ -10,12 +10,12 @@ from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.errors import ConfigError
 from hp_muon_plugin.layout.cuts import Cuts
 from hp_muon_plugin.layout.spec import ParamSpec
-from hp_muon_plugin.muon.distributed.cost import Rates
 from hp_muon_plugin.muon.distributed.items import ShardedParam
 from hp_muon_plugin.muon.distributed.optimizer import ShardedMuonOptimizer
 from hp_muon_plugin.muon.distributed.planner import BATCH_BYTES
 from hp_muon_plugin.muon.distributed.shards import ShardOf, axes_of, local_part
 from hp_muon_plugin.muon.distributed.share import Share, divided_share
+from hp_muon_plugin.muon.rates import Rates
 from hp_muon_plugin.muon.routing import Algorithm
 from hp_muon_plugin.platform.collectives import AxisGroup
 from hp_muon_plugin.platform.protocol import Wire

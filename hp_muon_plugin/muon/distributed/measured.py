@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hp_muon_plugin.config.optimizer import MuonRates
-from hp_muon_plugin.muon.distributed.cost import Rates
+from hp_muon_plugin.muon.rates import Rates
 from hp_muon_plugin.platform.collectives import AxisGroup
 from hp_muon_plugin.platform.protocol import Wire
 

@@ -9,7 +9,6 @@ import torch
 from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.layout.spec import ParamSpec
 from hp_muon_plugin.muon.distributed.agreement import check_plans
-from hp_muon_plugin.muon.distributed.cost import Rates
 from hp_muon_plugin.muon.distributed.executor import ShareExecutor
 from hp_muon_plugin.muon.distributed.measured import measured_rates
 from hp_muon_plugin.muon.distributed.plan import SharePlan
@@ -20,6 +19,7 @@ from hp_muon_plugin.muon.distributed.shards import local_part
 from hp_muon_plugin.muon.distributed.share import Share
 from hp_muon_plugin.muon.executor import ParamStep
 from hp_muon_plugin.muon.optimizer import HpMuonOptimizer
+from hp_muon_plugin.muon.rates import Rates
 from hp_muon_plugin.muon.workspace import Workspace
 from hp_muon_plugin.platform.collectives import AxisGroup
 from hp_muon_plugin.platform.protocol import Wire

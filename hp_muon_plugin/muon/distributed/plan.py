@@ -12,8 +12,9 @@ from functools import cached_property
 
 from hp_muon_plugin.layout.cuts import Cuts
 from hp_muon_plugin.muon.coefficients import Coefficients
-from hp_muon_plugin.muon.distributed.cost import Kind, Price, Rates
+from hp_muon_plugin.muon.distributed.cost import Kind, Price
 from hp_muon_plugin.muon.distributed.items import Item, ShardedParam
+from hp_muon_plugin.muon.rates import Rates
 
 
 class Route(StrEnum):

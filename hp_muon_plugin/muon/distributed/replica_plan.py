@@ -12,10 +12,11 @@ from pathlib import Path
 from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.layout.spec import ParamSpec
 from hp_muon_plugin.muon.algorithm import TABLE, load_table
+from hp_muon_plugin.muon.balance import divide, divide_parts
 from hp_muon_plugin.muon.coefficients import resolve_schedule
-from hp_muon_plugin.muon.distributed.balance import divide, divide_parts
-from hp_muon_plugin.muon.distributed.cost import Rates, kind_of, rates_of
+from hp_muon_plugin.muon.distributed.cost import kind_of
 from hp_muon_plugin.muon.distributed.items import Item, ShardedParam, pieces_of
+from hp_muon_plugin.muon.rates import Rates, rates_of
 
 _BYTES = 4
 

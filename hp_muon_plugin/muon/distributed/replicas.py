@@ -12,11 +12,11 @@ import torch
 
 from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.layout.spec import ParamSpec
-from hp_muon_plugin.muon.distributed.cost import Rates
 from hp_muon_plugin.muon.distributed.items import Item
 from hp_muon_plugin.muon.distributed.replica_plan import replica_plan
 from hp_muon_plugin.muon.executor import Executor, ParamStep
 from hp_muon_plugin.muon.plan import build_plan
+from hp_muon_plugin.muon.rates import Rates
 from hp_muon_plugin.muon.workspace import Workspace
 from hp_muon_plugin.platform.collectives import AxisGroup
 from hp_muon_plugin.platform.protocol import Wire
