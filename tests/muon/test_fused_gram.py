@@ -18,6 +18,7 @@ from hp_muon_plugin.layout.cuts import Cuts
 from hp_muon_plugin.layout.fused import interleaved_heads_view, qkv_view, stacked_rows_view
 from hp_muon_plugin.layout.spec import AxisSplit, MatrixView, ParamSpec, Role
 from hp_muon_plugin.muon.coefficients import resolve_schedule
+from hp_muon_plugin.muon.distributed.footprint import Footprint
 from hp_muon_plugin.muon.distributed.items import ShardedParam, items_of
 from hp_muon_plugin.muon.distributed.optimizer import ShardedMuonOptimizer
 from hp_muon_plugin.muon.distributed.plan import Route
@@ -115,15 +116,23 @@ def reference() -> tuple[torch.Tensor, ...]:
     return tuple(found)
 
 
-def _errors(axis: AxisGroup, seed: int, options: dict[str, Any]) -> tuple[set[str], float]:
-    """Routes that were taken, and the largest error of this rank's part of a weight, relative to its change."""
-    params, config = _params(axis.size, seed), HpMuon(**OPTIONS, **options)
+def _optimizer(
+    axis: AxisGroup, seed: int, options: dict[str, Any]
+) -> tuple[ShardedMuonOptimizer, list[torch.nn.Parameter], list[slice]]:
+    """The optimizer, what this rank holds of each weight, and where."""
+    params = _params(axis.size, seed)
     spans = [slice(param.cuts[axis.index], param.cuts[axis.index + 1]) for param in params]
     mains = [torch.nn.Parameter(whole[span].clone()) for whole, span in zip(_wholes(), spans, strict=True)]
     share = Share(axis, tuple(params), tuple(main if main.numel() else None for main in mains))
     specs = {main: param.spec for main, param in zip(mains, params, strict=True)}
     groups = [{"params": [main for main in mains if main.numel()], "algorithm": "muon"}]
-    optimizer = ShardedMuonOptimizer(groups, specs, config, shares=[share], device=torch.device("cpu"))
+    config = HpMuon(**OPTIONS, **options)
+    return ShardedMuonOptimizer(groups, specs, config, shares=[share], device=torch.device("cpu")), mains, spans
+
+
+def _errors(axis: AxisGroup, seed: int, options: dict[str, Any]) -> tuple[set[str], float]:
+    """Routes that were taken, and the largest error of this rank's part of a weight, relative to its change."""
+    optimizer, mains, spans = _optimizer(axis, seed, options)
     for step in range(STEPS):
         for main, span, grad in zip(mains, spans, _grads(step), strict=True):
             main.grad = None if grad is None or not main.numel() else grad[span].clone()
@@ -135,6 +144,23 @@ def _errors(axis: AxisGroup, seed: int, options: dict[str, Any]) -> tuple[set[st
             error = max(error, float(difference / (wanted[span] - whole[span].double()).norm()))
     (plan,) = optimizer.share_plans
     return {f"{plan.items[i].spec.name} {batch.route}" for batch in plan.batches for i in batch.items}, error
+
+
+def _buffers(launch: Launch) -> None:
+    joined(launch)
+    axis = AxisGroup.from_group("flat", dist.group.WORLD)
+    for strategy, seed in itertools.product(Strategy, range(2)):
+        optimizer, mains, _ = _optimizer(axis, seed, {"strategy": strategy})
+        for main in mains:
+            main.grad = torch.ones_like(main)
+        optimizer.step()
+        footprint = Footprint(optimizer.config, "cpu", num_threads=torch.get_num_threads())
+        footprint.add_plan(optimizer.share_plans[0], axis.index)
+        assert footprint.nbytes == optimizer._workspace.nbytes, (strategy, seed)
+
+
+def test_predicted_buffers_are_the_real_ones() -> None:
+    run_ranks(3, _buffers)
 
 
 def _all_strategies(launch: Launch) -> dict[str, set[str]]:
