@@ -118,7 +118,7 @@ def _rank_lines(config: Train, stage: StageShares, rates: Rates) -> list[str]:
     for shares in stage.kinds:
         share, place = stage.share_of(shares, busiest)
         footprint.add_plan(share.plan, place)
-        footprint.add_sent(share.sent.numels.get(place, {}))
+        footprint.add_sent(share.sent.packed(place))
     times = [stage.seconds(rank) for rank in range(stage.ranks)]
     apart, together = max(map(sum, times)), max(map(max, times))
     return [

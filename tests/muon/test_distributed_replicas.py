@@ -28,7 +28,10 @@ from muon.sharded_weights import (
 from muon.test_distributed_muon import GRADIENTS, reference
 
 
-def run_under_ddp(launch: Launch, divide: bool | None) -> tuple[int, bool]:
+def run_under_ddp(launch: Launch, divide: bool | None, alone: int = 1 << 20) -> tuple[int, bool]:
+    from hp_muon_plugin.muon.distributed import replica_plan
+
+    replica_plan._ALONE_NUMEL = alone
     expected = reference()
     joined(launch)
     model = model_of_weights(SHAPES)
@@ -49,6 +52,12 @@ def test_each_matrix_is_orthogonalized_once_under_ddp(ranks: int) -> None:
     results = run_ranks(ranks, run_under_ddp, True)
     assert all(is_equal for _, is_equal in results), "the bits of one process"
     assert sum(number for number, _ in results) == len(GRADIENTS) * NUM_MATRICES
+
+
+def test_large_weights_are_sent_from_where_they_lie() -> None:
+    """A buffer held all of them twice: 5 GB a rank for the experts of a 505B model."""
+    results = run_ranks(2, run_under_ddp, True, 500)
+    assert all(is_equal for _, is_equal in results)
 
 
 def test_replicas_compute_alike_if_told_to() -> None:

@@ -91,10 +91,12 @@ def test_predicted_buffers_of_tensor_parallel_matrices(
         assert footprint.nbytes == answer.workspace_bytes, place
 
 
-def _replicas(launch: Launch, divide: bool | None) -> tuple[int, int]:
+def _replicas(launch: Launch, divide: bool | None, alone: int) -> tuple[int, int]:
     from hp_muon_plugin.muon.distributed import optimizer as module
+    from hp_muon_plugin.muon.distributed import replica_plan
 
     joined(launch)
+    replica_plan._ALONE_NUMEL = alone
     wire = CountingWire(C10dWire())
     module.C10dWire = lambda: wire
     model = model_of_weights(MORE)
@@ -112,8 +114,9 @@ def _replicas(launch: Launch, divide: bool | None) -> tuple[int, int]:
     return footprint.nbytes, optimizer._workspace.nbytes
 
 
-@pytest.mark.parametrize("divide", [None, True, False])
+@pytest.mark.parametrize(("divide", "alone"), [(None, 1 << 20), (True, 1 << 20), (True, 2000), (True, 0), (False, 0)])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_bytes_of_replicas_that_divide_the_matrices(world_size: int, divide: bool | None) -> None:
-    for predicted, real in run_ranks(world_size, _replicas, divide):
+def test_bytes_of_replicas_that_divide_the_matrices(world_size: int, divide: bool | None, alone: int) -> None:
+    """Also where all items, or the large ones, are sent from where they lie."""
+    for predicted, real in run_ranks(world_size, _replicas, divide, alone):
         assert predicted == real

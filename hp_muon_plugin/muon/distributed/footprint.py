@@ -85,17 +85,18 @@ class Footprint:
             itemsize: Bytes of an element of the weights that are sent.
         """
         self.add_matrices(build_plan([item.spec for item in plan.updated(place)], self._config, device=self._device))
-        self.add_sent(dict(enumerate(plan.sent_numels)), itemsize=itemsize)
+        self.add_sent(dict(enumerate(plan.packed_numels)), itemsize=itemsize)
 
     def add_sent(self, numels: Mapping[int, int], *, itemsize: int = _FLOAT) -> None:
         """Use what new weights take that ranks send each other which hold the same ones.
 
         Args:
-            numels: Elements by the place of who sends them.
+            numels: Elements that share a message, by the place of who sends them.
             itemsize: Bytes of an element.
         """
         for owner, numel in numels.items():
-            self.take(f"share_weights{owner}", numel, itemsize)
+            if numel:
+                self.take(f"share_weights{owner}", numel, itemsize)
 
     def _look_ahead(self, messages: Messages, rank: int) -> None:
         """A rank's part is written in the type of messages, or in float32 if it stays; gradients are float32."""

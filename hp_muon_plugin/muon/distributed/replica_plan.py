@@ -19,6 +19,19 @@ from hp_muon_plugin.muon.distributed.items import Item, ShardedParam, pieces_of
 from hp_muon_plugin.muon.rates import Rates, rates_of
 
 _BYTES = 4
+_ALONE_NUMEL = 1 << 20  # 4 MiB in float32: at 100 GB/s as long as two messages, and a copy less on both sides
+
+
+def is_sent_alone(numel: int) -> bool:
+    """Whether a part is so large that it is sent from where it lies; smaller ones share their owner's message.
+
+    Args:
+        numel: Its elements.
+
+    Returns:
+        True if it has a message of its own and needs no buffer.
+    """
+    return numel >= _ALONE_NUMEL
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +89,22 @@ class ReplicaPlan:
         return tuple(found)
 
     @property
+    def packed_numels(self) -> tuple[int, ...]:
+        """The part of :attr:`sent_numels` that goes in one message, from a buffer."""
+        found = [0] * self.size
+        for item, owner in zip(self.divided, self.owners, strict=True):
+            found[owner] += 0 if is_sent_alone(item.numel) else item.numel
+        return tuple(found)
+
+    @property
     def sent_bytes(self) -> int:
         """Bytes of weights that are sent in a step, by all owners together, in float32."""
         return _BYTES * sum(item.numel for item in self.divided)
 
     @property
     def num_messages(self) -> int:
-        """Broadcasts of a step: one of each rank that owns something."""
-        return len(set(self.owners))
+        """Broadcasts of a step: one of each rank that owns something small, and one for each large item."""
+        return sum(map(bool, self.packed_numels)) + sum(is_sent_alone(item.numel) for item in self.divided)
 
     @property
     def most_received_bytes(self) -> int:
@@ -167,14 +188,27 @@ class SentWeights:
 
     Attributes:
         num_weights: How many.
-        numels: Their elements by place on the axis, and by the replica that sends; those with nothing are left out.
+        numels: Elements of each part by place on the axis, and by the replica that sends; those with nothing are left
+            out.
     """
 
     num_weights: int
-    numels: dict[int, dict[int, int]]
+    numels: dict[int, dict[int, list[int]]]
 
     def __bool__(self) -> bool:
         return bool(self.numels)
+
+    def packed(self, place: int) -> dict[int, int]:
+        """Elements of the messages that are sent from buffers.
+
+        Args:
+            place: Place on the shard axis.
+
+        Returns:
+            By the replica that sends.
+        """
+        told = self.numels.get(place, {})
+        return {owner: sum(numel for numel in each if not is_sent_alone(numel)) for owner, each in told.items()}
 
     def arriving(self, place: int, replica: int) -> tuple[int, int]:
         """What arrives at a rank.
@@ -187,7 +221,9 @@ class SentWeights:
             Broadcasts in which it takes part, and bytes that arrive by them, in float32.
         """
         told = self.numels.get(place, {})
-        return len(told), _BYTES * sum(numel for owner, numel in told.items() if owner != replica)
+        alone = sum(is_sent_alone(numel) for each in told.values() for numel in each)
+        arriving = sum(sum(each) for owner, each in told.items() if owner != replica)
+        return alone + sum(map(bool, self.packed(place).values())), _BYTES * arriving
 
 
 def sent_weights(params: Sequence[ShardedParam], owners: Sequence[int | None]) -> SentWeights:
@@ -200,12 +236,11 @@ def sent_weights(params: Sequence[ShardedParam], owners: Sequence[int | None]) -
     Returns:
         The elements, by place and by replica.
     """
-    found: dict[int, dict[int, int]] = {}
+    found: dict[int, dict[int, list[int]]] = {}
     for param, owner in zip(params, owners, strict=True):
         if owner is not None:
             for place, start, stop in param.cuts.pieces():
-                by_owner = found.setdefault(place, {})
-                by_owner[owner] = by_owner.get(owner, 0) + stop - start
+                found.setdefault(place, {}).setdefault(owner, []).append(stop - start)
     return SentWeights(sum(owner is not None for owner in owners), found)
 
 

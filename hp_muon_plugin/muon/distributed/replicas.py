@@ -6,14 +6,14 @@ the longest first to whoever has least; it updates the weight, and broadcasts it
 date on all ranks, so that each rank's state is whole, for checkpoints of one rank.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.layout.spec import ParamSpec
 from hp_muon_plugin.muon.distributed.items import Item
-from hp_muon_plugin.muon.distributed.replica_plan import replica_plan
+from hp_muon_plugin.muon.distributed.replica_plan import is_sent_alone, replica_plan
 from hp_muon_plugin.muon.executor import Executor, ParamStep
 from hp_muon_plugin.muon.plan import build_plan
 from hp_muon_plugin.muon.rates import Rates
@@ -24,7 +24,8 @@ from hp_muon_plugin.platform.wire import wait_for
 
 
 class WeightBroadcast:
-    """Sends parts of weights from their owners to the other replicas, one message per owner and dtype.
+    """Sends parts of weights from their owners to the other replicas: large ones from where they lie, into where they
+    lie, and the others in one message per owner and dtype.
 
     Args:
         axis: The replicas; all of them run it alike.
@@ -42,9 +43,13 @@ class WeightBroadcast:
         Args:
             parts: One-dimensional, of equal lengths and types on all replicas; changed where others own them.
         """
-        handles, arriving = [], []
-        for owner, dtype in self._messages(parts):
-            mine = [part for part, o in zip(parts, self._owners, strict=True) if o == owner and part.dtype is dtype]
+        told = list(zip(parts, self._owners, strict=True))
+        # each large part from its owner to every replica; the next forward waits
+        handles = [self._wire.broadcast(part, o, self._axis) for part, o in told if is_sent_alone(part.numel())]
+        packed, arriving = [(part, o) for part, o in told if part.numel() and not is_sent_alone(part.numel())], []
+        messages = dict.fromkeys((o, part.dtype) for part, o in packed)
+        for owner, dtype in sorted(messages, key=lambda message: (message[0], str(message[1]))):
+            mine = [part for part, o in packed if o == owner and part.dtype is dtype]
             numel = sum(part.numel() for part in mine)
             buffer = self._workspace.take(f"share_weights{owner}", (numel,), dtype)
             pieces = list(buffer.split([part.numel() for part in mine]))
@@ -57,10 +62,6 @@ class WeightBroadcast:
         wait_for(handles, "new weights over {}", self._axis.axis)
         for mine, pieces in arriving:
             torch._foreach_copy_(mine, pieces)
-
-    def _messages(self, parts: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.dtype]]:
-        pairs = ((owner, part.dtype) for owner, part in zip(self._owners, parts, strict=True) if part.numel())
-        yield from sorted(dict.fromkeys(pairs), key=lambda pair: (pair[0], str(pair[1])))
 
 
 class ReplicaExecutor:
