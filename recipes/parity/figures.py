@@ -31,6 +31,14 @@ _EXACT = ("topology.ranks=2", "run.micro_batch_size=4", "optimizer=adamw", "opti
 _CONTROL = {"megatron_ddp_2_ranks": ("dp=megatron_ddp", "topology.ranks=2")}
 """Megatron's own wrapper twice: the same micro-batches, summed by two ranks instead of four."""
 STRATEGIES = ("allgather", "allgather_dedup", "alltoall", "gram", "auto")
+_ALL_EXPERTS = ("model.moe.top_k=8",)
+"""Every token visits every expert: no last digit sends one elsewhere."""
+_ALONE = ("topology.ranks=1", "dp=megatron_ddp")
+_STRATEGY_RUNS = {
+    "local": ("dp=megatron_ddp",),
+    **{name: ("dp=hp_fsdp", f"optimizer.strategy={name}") for name in STRATEGIES},
+}
+"""``local``: every rank holds whole matrices, under Megatron's wrapper. The other strategies: 4 shards."""
 
 
 @dataclass(frozen=True)
@@ -58,14 +66,15 @@ STUDIES: dict[str, Study] = {
     "strategies": Study(
         300,
         (*_FP32, *_DENSE, "run.global_batch_size=8"),
-        {
-            "one_process": ("topology.ranks=1", "dp=megatron_ddp", "run.micro_batch_size=8"),
-            "local": ("dp=megatron_ddp",),
-            **{name: ("dp=hp_fsdp", f"optimizer.strategy={name}") for name in STRATEGIES},
-        },
+        {"one_process": (*_ALONE, "run.micro_batch_size=8"), **_STRATEGY_RUNS},
+    ),
+    "strategies_moe": Study(
+        300, (*_FP32, "run.global_batch_size=8"), {"one_process": _ALONE, **_STRATEGY_RUNS, **_CONTROL}
+    ),
+    "strategies_all_experts": Study(
+        300, (*_FP32, *_ALL_EXPERTS, "run.global_batch_size=8"), {"one_process": _ALONE, **_STRATEGY_RUNS}
     ),
 }
-"""``local``: every rank holds whole matrices, under Megatron's wrapper. The other strategies: 4 shards."""
 
 
 def kept_log_path(study: str, run: str) -> Path:

@@ -42,10 +42,17 @@ def test_float32_losses_of_100_steps_are_near(study: str, limit: float) -> None:
     assert all(figures.agreement(first, losses).relative < limit for losses in others)
 
 
-@pytest.mark.parametrize("study", ["bf16", "strategies"])
+@pytest.mark.parametrize("study", ["bf16", "strategies", "strategies_all_experts"])
 def test_long_runs_correlate(study: str) -> None:
     first, *others = KEPT[study].values()
     assert all(figures.agreement(first, losses).r > 0.999997 for losses in others)
+
+
+def test_no_strategy_over_experts_is_much_further_away_than_megatron_from_itself() -> None:
+    """A last digit sends a token to another expert; Megatron's own wrapper on two ranks says what that does."""
+    first, *others = KEPT["strategies_moe"].values()
+    control = figures.agreement(first, others.pop())
+    assert all(1 - figures.agreement(first, losses).r < 2 * (1 - control.r) for losses in others)
 
 
 def test_an_agreement_is_told_from_a_difference() -> None:
