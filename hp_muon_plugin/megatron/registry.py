@@ -34,7 +34,8 @@ from hp_muon_plugin.megatron.roles import megatron_role
 from hp_muon_plugin.megatron.sharded_model import HpFsdpModel
 from hp_muon_plugin.megatron.specs import chunk_specs
 from hp_muon_plugin.muon.distributed.items import ShardedParam
-from hp_muon_plugin.muon.distributed.optimizer import ShardedMuonOptimizer, Share
+from hp_muon_plugin.muon.distributed.optimizer import ShardedMuonOptimizer
+from hp_muon_plugin.muon.distributed.share import Share
 from hp_muon_plugin.muon.gradients import listed
 from hp_muon_plugin.muon.routing import Algorithm, is_adamw_role
 
