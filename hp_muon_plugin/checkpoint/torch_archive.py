@@ -8,6 +8,7 @@ import argparse
 import io
 import struct
 import zipfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,6 +16,7 @@ import torch
 
 from hp_muon_plugin.checkpoint.files import Files
 from hp_muon_plugin.checkpoint.safe_pickle import Stored, load_values
+from hp_muon_plugin.checkpoint.zip_directory import Entry, content, entries
 from hp_muon_plugin.errors import CheckpointError
 
 MAGIC = b"PK\x03\x04"
@@ -99,26 +101,53 @@ class Archive:
 
     def __init__(self, files: Files, file: str, start: int = 0, length: int | None = None, what: str = "") -> None:
         self._files, self._file, self._start, self._what = files, file, start, what
-        self._where = f"{files.folder / file}" + (f" ({what})" if what else "")
         length = files.size(file, what) - start if length is None else length
         self._window = _Window(files, file, start, length, what)
         try:
-            with zipfile.ZipFile(self._window) as archive:
-                self._entries = {info.filename: info for info in archive.infolist()}
-                pickles = [name for name in self._entries if name.endswith("/data.pkl")]
-                if len(pickles) != 1:
-                    raise zipfile.BadZipFile("no data.pkl")
-                self._prefix = pickles[0].removesuffix("data.pkl")
-                order = self._entries.get(f"{self._prefix}byteorder")
-                if order is not None and archive.read(order) != b"little":
-                    raise zipfile.BadZipFile("written on a big-endian machine")
-                raw = archive.read(pickles[0])
+            raw = self._opened(length)
         except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError, EOFError) as error:
             raise CheckpointError(
                 f"{self._where} is damaged or no torch.save archive: {error}\n"
                 "  fix: copy the file again from where it was saved"
             ) from error
         self.value: Any = load_values(raw, self._where)
+
+    @property
+    def _where(self) -> str:
+        return f"{self._files.folder / self._file}" + (f" ({self._what})" if self._what else "")
+
+    def _opened(self, length: int) -> bytes:
+        """Read the directory; returns ``data.pkl``."""
+        at = self._window.bytes_at
+        found = entries(at, length)
+        if found is not None:
+            self._entries = found
+            small = {name: content(at, found[name]) for name in self._described_by()}
+            if None not in small.values():
+                return self._checked(small)
+        with zipfile.ZipFile(self._window) as archive:
+            infos = archive.infolist()
+            self._entries = {
+                info.filename: Entry(info.filename, info.compress_type, info.CRC, info.file_size, info.header_offset)
+                for info in infos
+            }
+            return self._checked({name: archive.read(name) for name in self._described_by()})
+
+    def _described_by(self) -> list[str]:
+        """Names of ``data.pkl`` and, if it is there, of the byte order."""
+        pickles = [name for name in self._entries if name.endswith("/data.pkl")]
+        if len(pickles) != 1:
+            raise zipfile.BadZipFile("no data.pkl")
+        self._prefix = pickles[0].removesuffix("data.pkl")
+        order = f"{self._prefix}byteorder"
+        return [pickles[0], order] if order in self._entries else pickles
+
+    def _checked(self, small: Mapping[str, bytes | None]) -> bytes:
+        raw = small[f"{self._prefix}data.pkl"]
+        assert raw is not None
+        if small.get(f"{self._prefix}byteorder", b"little") != b"little":
+            raise zipfile.BadZipFile("written on a big-endian machine")
+        return raw
 
     def located(self, stored: Stored) -> Located:
         """Where the bytes of one of its tensors lie.

@@ -6,6 +6,7 @@ import struct
 import zlib
 from collections import OrderedDict
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -44,11 +45,11 @@ class _Reference:
 class _Described:
     """Pickles as the tensor would, with a reference in place of its storage."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
+    def __init__(self, dtype: torch.dtype, shape: torch.Size) -> None:
+        self._dtype, self._shape = dtype, shape
 
     def __reduce__(self) -> tuple[Any, ...]:
-        shape, reference = self._tensor.shape, _Reference(self._tensor.dtype, self._tensor.numel())
+        shape, reference = self._shape, _Reference(self._dtype, self._shape.numel())
         stride = torch.empty(shape, device="meta").stride()
         return torch._utils._rebuild_tensor_v2, (reference, 0, tuple(shape), stride, False, OrderedDict())
 
@@ -76,37 +77,13 @@ class TensorArchive:
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        described = io.BytesIO()
-        _Pickler(described, protocol=2).dump(_Described(tensor))
         self._content: bytes | memoryview = raw_bytes(tensor) if tensor.numel() else b""
-        self._head = bytearray()
-        self._directory: list[tuple[str, int, int, int]] = []
-        self._begin("archive/data.pkl")
-        self._small(described.getvalue())
-        self._begin("archive/byteorder")
-        self._small(b"little")
-        self._begin("archive/version")
-        self._small(b"3\n")
-        self._first = len(self._head)
-        self._begin(_CONTENT)
+        self._head, self._directory, self._first = _head(tensor.dtype, tensor.shape)
         self.nbytes = len(self._head) + len(self._content) + len(self._tail(0))
 
     def parts(self) -> tuple[bytes | memoryview, bytes | memoryview, bytes | memoryview]:
         """What to write one after another; the second is the memory of the tensor. Computes its checksum."""
-        return bytes(self._head), self._content, self._tail(zlib.crc32(self._content))
-
-    def _begin(self, name: str) -> None:
-        """The header of an entry; its content comes at a multiple of 64 bytes, as torch writes it."""
-        padding = -(len(self._head) + _LOCAL.size + len(name) + 4) % _ALIGNMENT
-        extra = struct.pack("<HH", 0x4246, padding) + b"Z" * padding  # the field that torch pads with
-        local = _LOCAL.pack(0x04034B50, 20, _SUMS_FOLLOW, 0, 0, 33, 0, 0, 0, len(name), len(extra))
-        self._at, self._name = len(self._head), name
-        self._head += local + name.encode() + extra
-
-    def _small(self, payload: bytes) -> None:
-        crc, length = zlib.crc32(payload), len(payload)
-        self._head += payload + _SUMS.pack(0x08074B50, crc, length, length)
-        self._directory.append((self._name, crc, length, self._at))
+        return self._head, self._content, self._tail(zlib.crc32(self._content))
 
     def _tail(self, crc: int) -> bytes:
         length = len(self._content)
@@ -119,3 +96,29 @@ class TensorArchive:
         )
         begin = len(self._head) + length + len(sums)
         return sums + listed + _END.pack(0x06054B50, 0, 0, len(entries), len(entries), len(listed), begin, 0)
+
+
+@lru_cache(maxsize=1024)
+def _head(dtype: torch.dtype, shape: torch.Size) -> tuple[bytes, list[tuple[str, int, int, int]], int]:
+    """All before the memory of a tensor, entries of the directory, and where the tensor's own entry begins."""
+    described = io.BytesIO()
+    _Pickler(described, protocol=2).dump(_Described(dtype, shape))
+    head, directory = bytearray(), []
+    for name, payload in (
+        ("archive/data.pkl", described.getvalue()),
+        ("archive/byteorder", b"little"),
+        ("archive/version", b"3\n"),
+    ):
+        crc, length = zlib.crc32(payload), len(payload)
+        directory.append((name, crc, length, len(head)))
+        head += _local(name, len(head)) + payload + _SUMS.pack(0x08074B50, crc, length, length)
+    first = len(head)
+    return bytes(head + _local(_CONTENT, first)), directory, first
+
+
+def _local(name: str, at: int) -> bytes:
+    """The header of an entry at a place; its content comes at a multiple of 64 bytes, as torch writes it."""
+    padding = -(at + _LOCAL.size + len(name) + 4) % _ALIGNMENT
+    extra = struct.pack("<HH", 0x4246, padding) + b"Z" * padding  # the field that torch pads with
+    local = _LOCAL.pack(0x04034B50, 20, _SUMS_FOLLOW, 0, 0, 33, 0, 0, 0, len(name), len(extra))
+    return local + name.encode() + extra
