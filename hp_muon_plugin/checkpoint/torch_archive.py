@@ -16,12 +16,11 @@ import torch
 
 from hp_muon_plugin.checkpoint.files import Files
 from hp_muon_plugin.checkpoint.safe_pickle import Stored, load_values
-from hp_muon_plugin.checkpoint.zip_directory import Entry, content, entries
+from hp_muon_plugin.checkpoint.zip_directory import MAX_BYTES, Entry, content, entries
 from hp_muon_plugin.errors import CheckpointError
 
 MAGIC = b"PK\x03\x04"
 _LOCAL = struct.Struct("<26xHH")  # of a local file header: lengths of name and extra field
-_MAX_DIRECTORY = 2**28
 _EDGE = 4096  # bytes of either end of an archive: there an archive of one tensor has all but the tensor
 
 
@@ -64,7 +63,7 @@ class _Window(io.RawIOBase):
     def read(self, size: int = -1) -> bytes:
         left = max(0, self._length - self._at)
         count = left if size < 0 else min(size, left)
-        if count > _MAX_DIRECTORY:
+        if count > MAX_BYTES:
             raise zipfile.BadZipFile("a description of more than 256 MiB")
         found = self.bytes_at(self._at, count)
         self._at += count

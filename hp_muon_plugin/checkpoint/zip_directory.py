@@ -16,6 +16,8 @@ _CENTRAL = struct.Struct("<4s6xH4xIIIHHH8xI")
 _LOCAL = struct.Struct("<4s22xHH")
 _FULL = 2**32 - 1  # the value stands in the extra field
 _FIELD = struct.Struct("<HH")
+MAX_BYTES = 2**28
+"""Largest directory or description that is read."""
 
 BytesAt = Callable[[int, int], bytes]
 
@@ -56,7 +58,7 @@ def entries(bytes_at: BytesAt, length: int) -> dict[str, Entry] | None:
             end = place
             if magic != b"PK\6\6":
                 return None
-    if start + size != end:
+    if start + size != end or size > MAX_BYTES:
         return None
     return _directory(bytes_at(start, size), count, start)
 
@@ -72,7 +74,7 @@ def content(bytes_at: BytesAt, entry: Entry) -> bytes | None:
         Its bytes; None if they are compressed, or not those that were written.
     """
     magic, name, extra = _LOCAL.unpack(bytes_at(entry.header_offset, _LOCAL.size))
-    if magic != b"PK\3\4" or entry.compress_type:
+    if magic != b"PK\3\4" or entry.compress_type or entry.file_size > MAX_BYTES:
         return None
     found = bytes_at(entry.header_offset + _LOCAL.size + name + extra, entry.file_size)
     return found if zlib.crc32(found) == entry.CRC else None
