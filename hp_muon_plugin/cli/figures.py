@@ -7,9 +7,10 @@ _MIB = 2**20
 
 def rates_text(rates: Rates) -> str:
     """What a prediction is computed from, and where that comes from."""
+    replicas = "" if rates.replica_bytes is None else f" ({rates.replica_bytes / 1e9:g} GB/s from replicas)"
     return (
-        f"{rates.flops / 1e9:g} GFLOP/s, {rates.bytes_received / 1e9:g} GB/s and {rates.message_s * 1e6:g} us "
-        f"a message of a rank ({rates.source})"
+        f"{rates.flops / 1e9:g} GFLOP/s, {rates.bytes_received / 1e9:g} GB/s{replicas} and "
+        f"{rates.message_s * 1e6:g} us a message of a rank ({rates.source})"
     )
 
 

@@ -65,7 +65,7 @@ def _plan_lines(plan: ReplicaPlan) -> Iterator[str]:
     )
     arriving = plan.most_received_bytes
     saved = (whole - max(plan.loads)) / plan.rates.flops
-    sending = arriving / plan.rates.bytes_received + plan.num_messages * plan.rates.message_s
+    sending = arriving / plan.rates.from_replicas + plan.num_messages * plan.rates.message_s
     yield (
         f"  arriving at the rank with most: {plan.num_messages} broadcast {mib(arriving)} (0 undivided); "
         f"{ms(saved)} ms less to compute, {ms(sending)} ms to send"

@@ -40,6 +40,8 @@ class MuonRates:
     """Operations of matrix products."""
     bytes_per_s: float | None = number(None, above=0, example=1e11)
     """Bytes that arrive at a rank while all ranks of a group receive."""
+    replica_bytes_per_s: float | None = number(None, above=0, example=2.5e10)
+    """The same from ranks with the same weights, where these lie in other supernodes; null: as ``bytes_per_s``."""
     message_s: float | None = number(None, least=0, example=2e-5)
     """Seconds that a message takes on top of its bytes."""
 

@@ -14,12 +14,19 @@ class Rates:
         bytes_received: Bytes that arrive at a rank, all ranks receiving.
         message_s: Seconds that a message takes on top, for each peer of an all-to-all, and once for others.
         source: Where the figures are from.
+        replica_bytes: Bytes that arrive at a rank from replicas, where that is another rate.
     """
 
     flops: float
     bytes_received: float
     message_s: float
     source: str = "stated"
+    replica_bytes: float | None = None
+
+    @property
+    def from_replicas(self) -> float:
+        """Bytes that arrive at a rank from ranks that hold the same weights."""
+        return self.bytes_received if self.replica_bytes is None else self.replica_bytes
 
 
 # Not measured by us but for the CPU's, which is one core of an AMD EPYC with gloo over loopback. Of the others
@@ -51,4 +58,4 @@ def rates_of(options: MuonRates, device: str) -> Rates:
         source = f"optimizer.rates, else {default.source}"
     if options.measure and not all(is_stated):
         source += "; a run measures what is not stated"
-    return Rates(flops, received, message, source)
+    return Rates(flops, received, message, source, options.replica_bytes_per_s)

@@ -188,8 +188,10 @@ def test_the_plan_of_shards_tells_routes_prices_and_balance(tmp_path: Path) -> N
     assert "all-to-all peers (queue pairs) of the rank with most: 3" in shown
     assert "prediction at these rates" in shown
     slow = ["optimizer.rates.bytes_per_s=1e6", "optimizer.rates.message_s=0", "topology.ranks_per_supernode=2"]
+    slow.append("optimizer.rates.replica_bytes_per_s=1e5")
     shown = hp_muon("plan", *overrides, *slow, folder=tmp_path).stdout
-    assert "50 GFLOP/s, 0.001 GB/s and 0 us a message of a rank (optimizer.rates, else default for CPU)" in shown
+    rates = "50 GFLOP/s, 0.001 GB/s (0.0001 GB/s from replicas) and 0 us a message of a rank"
+    assert f"{rates} (optimizer.rates, else default for CPU)" in shown
     assert "weights over dp, 4 ranks, slow link:" in shown
     scarce = hp_muon("plan", *overrides, "optimizer.max_peers=1", folder=tmp_path).stdout
     assert "[352,128]: alltoall" not in scarce

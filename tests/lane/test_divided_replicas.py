@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -65,14 +66,13 @@ def test_divided_replicas_equal_undivided_ones_and_one_process(name: str, topolo
 
 def _counted(launch: Launch, model: Model, topology: Topology) -> Any:
     """What a step broadcasts by axis, and the bytes of its buffers."""
-    from hp_muon_plugin.muon.distributed import optimizer as module
     from hp_muon_plugin.platform.counting import CountingWire
     from hp_muon_plugin.platform.wire import C10dWire
 
     wire = CountingWire(C10dWire())
-    module.C10dWire = lambda: wire  # type: ignore[assignment, misc]
     config = train_config(model, topology, dp=HSDP, optimizer=_options(True))
-    ready = train(build(launch, config), 1)
+    with mock.patch("hp_muon_plugin.muon.distributed.optimizer.C10dWire", return_value=wire):
+        ready = train(build(launch, config), 1)
     counts = {axis: told for (kind, axis), told in wire.counts().items() if kind is Collective.BROADCAST}
     return counts, ready.optimizer.optimizer._workspace.nbytes, torch.get_num_threads()
 

@@ -1,11 +1,13 @@
 """Ranks that hold the same weights divide the matrices: each is orthogonalised once, and all have the same bits."""
 
+from unittest import mock
+
 import pytest
 import torch
 from dist_pool import joined, run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
-from hp_muon_plugin.config.optimizer import HpMuon
+from hp_muon_plugin.config.optimizer import HpMuon, MuonRates
 from hp_muon_plugin.fsdp import hp_fully_shard
 from hp_muon_plugin.layout.cuts import Cuts
 from hp_muon_plugin.layout.spec import ParamSpec, Role, plain_matrix
@@ -29,15 +31,13 @@ from muon.test_distributed_muon import GRADIENTS, reference
 
 
 def run_under_ddp(launch: Launch, divide: bool | None, alone: int = 1 << 20) -> tuple[int, bool]:
-    from hp_muon_plugin.muon.distributed import replica_plan
-
-    replica_plan._ALONE_NUMEL = alone
     expected = reference()
     joined(launch)
     model = model_of_weights(SHAPES)
-    optimizer = build_optimizer(model, divide_replicas=divide)
-    assert isinstance(optimizer, ShardedMuonOptimizer)
-    found = trained(model, optimizer, GRADIENTS)
+    with mock.patch("hp_muon_plugin.muon.distributed.replica_plan._ALONE_NUMEL", alone):
+        optimizer = build_optimizer(model, divide_replicas=divide)
+        assert isinstance(optimizer, ShardedMuonOptimizer)
+        found = trained(model, optimizer, GRADIENTS)
     muon = [p for group in optimizer.param_groups if group["algorithm"] == "muon" for p in group["params"]]
     assert len(muon) == 8
     assert all(optimizer.state[p]["momentum_buffer"].abs().sum() > 0 for p in muon)  # on every rank
@@ -102,6 +102,23 @@ def run_only_parameter(launch: Launch) -> int:
 def test_the_only_parameter_of_a_model_is_updated_by_the_replica_that_owns_it() -> None:
     """That replica owned all, took replicas for undivided, and would have waited for the others' weights."""
     assert sum(run_ranks(4, run_only_parameter)) == 2
+
+
+@pytest.mark.parametrize(
+    ("rates", "is_divided"),
+    [
+        (MuonRates(), True),
+        (MuonRates(replica_bytes_per_s=1e3), False),
+        (MuonRates(bytes_per_s=1e3), False),
+        (MuonRates(bytes_per_s=1e3, replica_bytes_per_s=1e12), True),
+    ],
+    ids=["default", "slow between replicas", "slow", "slow but between replicas"],
+)
+def test_the_link_between_replicas_decides_whether_they_divide(rates: MuonRates, is_divided: bool) -> None:
+    specs = [ParamSpec(f"w{index}", Role.matrix, (512, 512), view=plain_matrix(512, 512)) for index in range(2)]
+    weights = [ShardedParam(spec, Cuts.of([0, 512 * 256, 512 * 512])) for spec in specs]
+    owners = replica_owners(weights, HpMuon(rates=rates), replicas=2, device="cpu")
+    assert set(owners) == ({0, 1} if is_divided else {None})
 
 
 def test_replicas_share_the_experts_of_every_rank() -> None:

@@ -1,5 +1,7 @@
 """The bytes that a plan tells, of buffers and of messages, are those of real steps."""
 
+from unittest import mock
+
 import pytest
 import torch
 from dist_pool import joined, run_ranks
@@ -23,15 +25,13 @@ MORE = SHAPES | {f"wide{i}": (128, 320) for i in range(5)} | {f"tall{i}": (256, 
 
 
 def _traffic(launch: Launch, layout: str) -> bool:
-    from hp_muon_plugin.muon.distributed import optimizer as module
-
     joined(launch)
     mesh = init_device_mesh("cpu", (launch.world_size,))
     for strategy in STRATEGIES:
         wire = CountingWire(C10dWire())
-        module.C10dWire = lambda wire=wire: wire
         model = sharded(MORE, layout, mesh)
-        optimizer = build_optimizer(model, strategy=strategy, clip_grad=0.0)
+        with mock.patch("hp_muon_plugin.muon.distributed.optimizer.C10dWire", return_value=wire):
+            optimizer = build_optimizer(model, strategy=strategy, clip_grad=0.0)
         give_grads(model, filled(1, MORE))
         optimizer.step()
         counted: dict[str, tuple[int, int]] = {}
@@ -92,13 +92,16 @@ def test_predicted_buffers_of_tensor_parallel_matrices(
 
 
 def _replicas(launch: Launch, divide: bool | None, alone: int) -> tuple[int, int]:
-    from hp_muon_plugin.muon.distributed import optimizer as module
-    from hp_muon_plugin.muon.distributed import replica_plan
-
     joined(launch)
-    replica_plan._ALONE_NUMEL = alone
     wire = CountingWire(C10dWire())
-    module.C10dWire = lambda: wire
+    with (
+        mock.patch("hp_muon_plugin.muon.distributed.replica_plan._ALONE_NUMEL", alone),
+        mock.patch("hp_muon_plugin.muon.distributed.optimizer.C10dWire", return_value=wire),
+    ):
+        return _counted(launch, divide, wire)
+
+
+def _counted(launch: Launch, divide: bool | None, wire: CountingWire) -> tuple[int, int]:
     model = model_of_weights(MORE)
     optimizer = build_optimizer(model, divide_replicas=divide, clip_grad=0.0)
     for step in range(2):

@@ -52,7 +52,7 @@ def _rates(slowest: Mapping[str, _Seconds], axis: AxisGroup, options: MuonRates)
     flops = options.flops_per_s or 1 / flop_s
     received = options.bytes_per_s or (1 / byte_s if byte_s else float("inf"))
     message = message_s if options.message_s is None else options.message_s
-    return Rates(flops, received, message, f"measured at start over {axis.axis}")
+    return Rates(flops, received, message, f"measured at start over {axis.axis}", options.replica_bytes_per_s)
 
 
 def _seconds_of_products(device: torch.device) -> float:

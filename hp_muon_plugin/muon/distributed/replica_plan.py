@@ -275,4 +275,4 @@ def is_worth_sending(flops: float, numel: int, size: int, config: HpMuon, rates:
     """
     if size == 1 or config.divide_replicas is not None:
         return size > 1 and bool(config.divide_replicas)
-    return flops / rates.flops > _BYTES * numel / rates.bytes_received
+    return flops / rates.flops > _BYTES * numel / rates.from_replicas
