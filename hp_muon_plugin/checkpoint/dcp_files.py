@@ -16,6 +16,7 @@ from hp_muon_plugin.checkpoint import torch_archive
 from hp_muon_plugin.checkpoint.boxes import Box, BoxIndex, overlapping
 from hp_muon_plugin.checkpoint.files import Files, safe_join
 from hp_muon_plugin.checkpoint.safe_pickle import StandIn, Stored, load_metadata
+from hp_muon_plugin.checkpoint.zip_directory import MAGIC
 from hp_muon_plugin.errors import CheckpointError
 
 METADATA = ".metadata"
@@ -156,7 +157,7 @@ class DcpFolder:
         piece = self.objects.get(name)
         if piece is None:
             raise CheckpointError(f"{self.path} has no object {name}")
-        if self.files.read(piece.file, piece.start, min(4, piece.length), name) != torch_archive.MAGIC:
+        if self.files.read(piece.file, piece.start, min(4, piece.length), name) != MAGIC:
             return self.files.read(piece.file, piece.start, piece.length, name)
         return torch_archive.load(self.files, piece.file, piece.start, piece.length, name)
 

@@ -20,13 +20,21 @@ from hp_muon_plugin.checkpoint.boxes import Box, overlapping
 from hp_muon_plugin.checkpoint.hashing import Room
 from hp_muon_plugin.errors import CheckpointError
 
-WAITING_BYTES = 2**26
-"""What may wait for a thread to write it."""
+_WAITING_BYTES = 2**26
 _AT_ONCE_BYTES = 2**16  # less is written where it is: handing it to another thread takes longer
 _SYNC_BYTES = 2**27  # the disk begins with each so many bytes while the next are written
 
 Buffer = bytes | memoryview
 Parts = tuple[Buffer, ...]
+
+
+def waiting_bytes(budget: int) -> int:
+    """What may wait for a thread to write or to hash it.
+
+    Args:
+        budget: Bytes of tensors in memory at any time, about.
+    """
+    return min(_WAITING_BYTES, budget // 8)
 
 
 class _Bytes:
@@ -38,6 +46,9 @@ class _Bytes:
 
     def parts(self) -> Parts:
         return (self._content,)
+
+
+_Item = torch_archive_write.TensorArchive | _Bytes
 
 
 class DcpWriter:
@@ -57,7 +68,7 @@ class DcpWriter:
         folder: Path,
         shard_bytes: int = 4 * 2**30,
         written: Callable[[str, "Future[Parts]", int], None] | None = None,
-        waiting_bytes: int = WAITING_BYTES,
+        waiting_bytes: int = _WAITING_BYTES,
     ) -> None:
         self._written = written
         self._pool = ThreadPoolExecutor(2, "write")
@@ -181,7 +192,7 @@ class DcpWriter:
             places[dcp.MetadataIndex(key)] = _StorageInfo(*piece)
         return dcp.Metadata(described, planner_data=planner_data, storage_data=places)
 
-    def _append(self, item: torch_archive_write.TensorArchive | _Bytes) -> tuple[str, int, int]:
+    def _append(self, item: _Item) -> tuple[str, int, int]:
         if self._file is not None and self._at >= self._shard_bytes:
             self._finish_file()
         if self._file is None:
@@ -190,13 +201,13 @@ class DcpWriter:
             self._at = self._synced = 0
         start, handle = self._at, self._file.fileno()
         self._at += item.nbytes
-        future: Future[Parts] = Future()
         if item.nbytes < _AT_ONCE_BYTES:
+            future: Future[Parts] = Future()
             future.set_result(self._store(handle, start, item))
         else:
             self._room.take(item.nbytes)
             future = self._pool.submit(self._store_in_thread, handle, start, item)
-        self._pending.append(future)
+            self._pending.append(future)
         while self._pending and self._pending[0].done():
             self._pending.popleft().result()
         if self._written is not None:
@@ -206,13 +217,13 @@ class DcpWriter:
             self._syncing.append(self._syncs.submit(getattr(os, "fdatasync", os.fsync), handle))
         return self._name, start, item.nbytes
 
-    def _store_in_thread(self, handle: int, start: int, item: torch_archive_write.TensorArchive | _Bytes) -> Parts:
+    def _store_in_thread(self, handle: int, start: int, item: _Item) -> Parts:
         try:
             return self._store(handle, start, item)
         finally:
             self._room.give(item.nbytes)
 
-    def _store(self, handle: int, start: int, item: torch_archive_write.TensorArchive | _Bytes) -> Parts:
+    def _store(self, handle: int, start: int, item: _Item) -> Parts:
         """Write an item at its place. Returns its parts if somebody wants to hash them."""
         parts: Parts = item.parts()
         left = [memoryview(part) for part in parts if len(part)]

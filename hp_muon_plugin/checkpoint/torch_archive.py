@@ -6,7 +6,6 @@ anywhere inside a larger file, as in the ``.distcp`` files of torch.distributed.
 
 import argparse
 import io
-import struct
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,11 +15,9 @@ import torch
 
 from hp_muon_plugin.checkpoint.files import Files
 from hp_muon_plugin.checkpoint.safe_pickle import Stored, load_values
-from hp_muon_plugin.checkpoint.zip_directory import MAX_BYTES, Entry, content, entries
+from hp_muon_plugin.checkpoint.zip_directory import MAX_BYTES, Entry, content, content_start, entries
 from hp_muon_plugin.errors import CheckpointError
 
-MAGIC = b"PK\x03\x04"
-_LOCAL = struct.Struct("<26xHH")  # of a local file header: lengths of name and extra field
 _EDGE = 4096  # bytes of either end of an archive: there an archive of one tensor has all but the tensor
 
 
@@ -161,11 +158,10 @@ class Archive:
         needed = stored.numel * stored.dtype.itemsize
         if entry is None or entry.compress_type != zipfile.ZIP_STORED or entry.file_size < needed:
             raise CheckpointError(f"{self._where} is damaged: storage {stored.key} is missing, short or compressed")
-        header = self._window.bytes_at(entry.header_offset, 30)
-        if header[:4] != MAGIC:
+        first = content_start(self._window.bytes_at, entry)
+        if first is None:
             raise CheckpointError(f"{self._where} is damaged: no header where storage {stored.key} begins")
-        name, extra = _LOCAL.unpack(header)
-        return Located(self._file, self._start + entry.header_offset + 30 + name + extra, stored)
+        return Located(self._file, self._start + first, stored)
 
 
 def read_whole(files: Files, located: Located, what: str = "") -> torch.Tensor:

@@ -14,6 +14,8 @@ _LOCATOR = struct.Struct("<4s4xQ4x")
 _END_64 = struct.Struct("<4s20xQQQQ")
 _CENTRAL = struct.Struct("<4s6xH4xIIIHHH8xI")
 _LOCAL = struct.Struct("<4s22xHH")
+MAGIC = b"PK\3\4"
+"""Begins a zip file, and each entry."""
 _FULL = 2**32 - 1  # the value stands in the extra field
 _FIELD = struct.Struct("<HH")
 MAX_BYTES = 2**28
@@ -73,11 +75,25 @@ def content(bytes_at: BytesAt, entry: Entry) -> bytes | None:
     Returns:
         Its bytes; None if they are compressed, or not those that were written.
     """
-    magic, name, extra = _LOCAL.unpack(bytes_at(entry.header_offset, _LOCAL.size))
-    if magic != b"PK\3\4" or entry.compress_type or entry.file_size > MAX_BYTES:
+    first = content_start(bytes_at, entry)
+    if first is None or entry.compress_type or entry.file_size > MAX_BYTES:
         return None
-    found = bytes_at(entry.header_offset + _LOCAL.size + name + extra, entry.file_size)
+    found = bytes_at(first, entry.file_size)
     return found if zlib.crc32(found) == entry.CRC else None
+
+
+def content_start(bytes_at: BytesAt, entry: Entry) -> int | None:
+    """Where the content of an entry begins, behind its own header.
+
+    Args:
+        bytes_at: Gives bytes of the file by first byte and number.
+        entry: The entry.
+
+    Returns:
+        The first byte; None if there is no header.
+    """
+    magic, name, extra = _LOCAL.unpack(bytes_at(entry.header_offset, _LOCAL.size))
+    return entry.header_offset + _LOCAL.size + int(name) + int(extra) if magic == MAGIC else None
 
 
 def _directory(raw: bytes, count: int, limit: int) -> dict[str, Entry] | None:

@@ -1,5 +1,6 @@
 """Whether the ranks of a job can be laid out as the script's arguments say: told before Megatron asserts it on each."""
 
+import math
 from collections.abc import Iterator, Sequence
 
 from hp_muon_plugin.cli.script_line import value_of
@@ -43,7 +44,7 @@ def _errors(arguments: Sequence[str], choice: Choice, num_ranks: int, is_alone: 
     if value_of(arguments, _EXPERTS) is not None and experts != {_EP: 1, _ETP: sizes[_TP], _PP: sizes[_PP]}:
         kinds.append(("ranks that hold the same experts", experts))
     for what, given in kinds:
-        count = num_ranks // _product(given)
+        count = num_ranks // math.prod(given.values())
         if count % replicas:
             yield ConfigError(
                 "--hp-fsdp-replicas",
@@ -54,7 +55,7 @@ def _errors(arguments: Sequence[str], choice: Choice, num_ranks: int, is_alone: 
 
 
 def _undivided(given: dict[str, int], num_ranks: int, is_alone: bool) -> Iterator[ConfigError]:
-    product = _product(given)
+    product = math.prod(given.values())
     if num_ranks % product == 0:
         return
     flag = max(given, key=lambda name: given[name])
@@ -66,13 +67,6 @@ def _undivided(given: dict[str, int], num_ranks: int, is_alone: bool) -> Iterato
         why = f"{num_ranks} ranks cannot be split into groups of {product} ({named})"
         fix = f"start a multiple of {product} ranks, or choose sizes whose product is among {divisors(num_ranks)}"
     yield ConfigError(flag, given[flag], why, fix)
-
-
-def _product(sizes: dict[str, int]) -> int:
-    product = 1
-    for size in sizes.values():
-        product *= size
-    return product
 
 
 def _size(arguments: Sequence[str], flag: str, default: int = 1) -> int:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from hp_muon_plugin.config.topology_checks import divisors
 from hp_muon_plugin.errors import ConfigError
 from hp_muon_plugin.platform.collectives import AxisGroup
 
@@ -73,8 +74,7 @@ class ShardMesh:
         """
         if replicas < 1 or axis.size % replicas:
             why = f"does not divide the {axis.size} ranks of {axis.axis}"
-            fits = ", ".join(str(count) for count in range(1, axis.size + 1) if axis.size % count == 0)
-            raise ConfigError("replicas", replicas, why, f"choose among {fits}")
+            raise ConfigError("replicas", replicas, why, f"choose among {divisors(axis.size)}")
         if replicas == 1 or axis.group is None:
             return cls(axis, AxisGroup.single(f"{axis.axis}_replicate"))
         if (axis.group, replicas) not in _DIVIDED:

@@ -5,7 +5,6 @@ float32 masters, measures norms and clips. What is ours is the update of matrice
 decides there is refused where the two differ; the hook ``optimizer`` honours it.
 """
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -30,16 +29,13 @@ from hp_muon_plugin.megatron.refusals import (
     refuse_wrappers,
 )
 from hp_muon_plugin.megatron.report import Report
-from hp_muon_plugin.megatron.roles import megatron_role
 from hp_muon_plugin.megatron.sharded_model import HpFsdpModel
-from hp_muon_plugin.megatron.specs import chunk_specs
+from hp_muon_plugin.megatron.specs import chunk_specs, role_of
 from hp_muon_plugin.muon.distributed.items import ShardedParam
 from hp_muon_plugin.muon.distributed.optimizer import ShardedMuonOptimizer
 from hp_muon_plugin.muon.distributed.share import Share
 from hp_muon_plugin.muon.gradients import listed
 from hp_muon_plugin.muon.routing import Algorithm, is_adamw_role
-
-_WRAPPERS = re.compile(r"^(module\.)+")
 
 
 class RegisteredMuon(ShardedMuonOptimizer):
@@ -115,10 +111,7 @@ def registry_entry(report: Report) -> Any:
 
 def _is_left_to_adamw(param: torch.nn.Parameter, name: str) -> bool:
     """Whether the role says AdamW, as far as name and shape tell it; compared with the routes afterwards."""
-    shape = tuple(param.shape)
-    is_marked = bool(getattr(param, "is_embedding_or_output_parameter", False))
-    role = megatron_role(_WRAPPERS.sub("", name), shape, is_embedding_or_output=is_marked)
-    return is_adamw_role(role) or len(shape) < 2 or min(shape[-2:]) == 1
+    return is_adamw_role(role_of(name, param)) or param.dim() < 2 or min(param.shape[-2:]) == 1
 
 
 def _arguments(report: Report, config: Any, chunks: Sequence[torch.nn.Module], pg_collection: Any) -> dict[str, Any]:

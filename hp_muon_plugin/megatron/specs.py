@@ -91,10 +91,23 @@ def _canonical(name: str, renamed: dict[str, str], first_expert: int) -> str:
     return name
 
 
+def role_of(name: str, param: torch.nn.Parameter) -> Role:
+    """What a parameter of Megatron's does.
+
+    Args:
+        name: Its name in the chunk; wrappers do not matter.
+        param: The parameter, with the marks that Megatron sets.
+
+    Returns:
+        Its role.
+    """
+    is_marked = bool(getattr(param, "is_embedding_or_output_parameter", False))
+    return megatron_role(_WRAPPERS.sub("", name), tuple(param.shape), is_embedding_or_output=is_marked)
+
+
 def _spec(place: Place, renamed: dict[str, str], config: HpMuon, groups: MegatronGroups) -> ParamSpec:
     param, shape = place.param, tuple(place.param.shape)
-    is_marked = bool(getattr(param, "is_embedding_or_output_parameter", False))
-    role = megatron_role(_WRAPPERS.sub("", place.name), shape, is_embedding_or_output=is_marked)
+    role = role_of(place.name, param)
     is_routed = ".experts." in place.name
     num_local = place.num_local_experts if is_routed else 0
     name = _canonical(place.name, renamed, groups.ep.index * num_local)

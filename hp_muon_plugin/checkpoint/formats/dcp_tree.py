@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hp_muon_plugin.checkpoint.canonical import Target
-from hp_muon_plugin.checkpoint.dcp_write import WAITING_BYTES, DcpWriter, row_pieces
+from hp_muon_plugin.checkpoint.dcp_write import DcpWriter, row_pieces, waiting_bytes
 from hp_muon_plugin.checkpoint.hashing import piece_bytes
 from hp_muon_plugin.checkpoint.lazy import Lazy
 
@@ -26,7 +26,7 @@ def dcp_tree(folder: Path, target: Target, count: Callable[[int], None], budget:
     Yields:
         The tree.
     """
-    with DcpWriter(folder, target.shard_bytes, waiting_bytes=min(WAITING_BYTES, budget // 8)) as writer:
+    with DcpWriter(folder, target.shard_bytes, waiting_bytes=waiting_bytes(budget)) as writer:
         tree = DcpTree(writer, count, budget)
         yield tree
         writer.close(tree.paths)

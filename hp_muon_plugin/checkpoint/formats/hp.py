@@ -11,7 +11,7 @@ import torch
 
 from hp_muon_plugin.checkpoint.canonical import Info, Key, RunState, Source, Target
 from hp_muon_plugin.checkpoint.dcp_files import DcpFolder
-from hp_muon_plugin.checkpoint.dcp_write import WAITING_BYTES, DcpWriter, Parts
+from hp_muon_plugin.checkpoint.dcp_write import DcpWriter, Parts, waiting_bytes
 from hp_muon_plugin.checkpoint.folders import MANIFEST, write_durably
 from hp_muon_plugin.checkpoint.hashing import Room, piece_bytes, pieces
 from hp_muon_plugin.checkpoint.manifest import (
@@ -116,8 +116,8 @@ class HpWriter:
     def write(self, source: Source, folder: Path, target: Target, count: Callable[[int], None], budget: int) -> None:
         """As :class:`~hp_muon_plugin.checkpoint.canonical.Writer`."""
         with ThreadPoolExecutor(1, "hash-files") as pool:
-            files = FileDigests(pool, min(WAITING_BYTES, budget // 8))
-            with DcpWriter(folder, target.shard_bytes, files.add, min(WAITING_BYTES, budget // 8)) as writer:
+            files = FileDigests(pool, waiting_bytes(budget))
+            with DcpWriter(folder, target.shard_bytes, files.add, waiting_bytes(budget)) as writer:
                 manifest = self._write(source, writer, count, piece_bytes(budget))
                 writer.close()
             manifest = replace(manifest, files=files.infos() | {".metadata": hashed(folder / ".metadata")})

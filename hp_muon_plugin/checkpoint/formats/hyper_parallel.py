@@ -14,6 +14,7 @@ from hp_muon_plugin.checkpoint.formats.fsdp2 import Keyed, by_name
 from hp_muon_plugin.checkpoint.lazy import Lazy
 from hp_muon_plugin.checkpoint.safe_pickle import Stored, load_metadata, load_values
 from hp_muon_plugin.checkpoint.safetensors_files import read_header
+from hp_muon_plugin.checkpoint.zip_directory import MAGIC
 from hp_muon_plugin.errors import CheckpointError
 
 NAME = "hyper_parallel"
@@ -82,7 +83,7 @@ def _take(
 
 def _rank_file(files: Files, file: str) -> dict[str, Lazy]:
     """Tensors of a rank's file, of either kind that its name may hide."""
-    if files.read(file, 0, 4) != torch_archive.MAGIC:
+    if files.read(file, 0, 4) != MAGIC:
         return read_header(files, file)
     archive = torch_archive.Archive(files, file)
     if not isinstance(archive.value, dict):
@@ -95,7 +96,7 @@ def _rank_file(files: Files, file: str) -> dict[str, Lazy]:
 
 
 def _object(files: Files, file: str) -> Any:
-    if files.read(file, 0, 2) == torch_archive.MAGIC[:2]:
+    if files.read(file, 0, 2) == MAGIC[:2]:
         return torch_archive.load(files, file)
     return load_values(files.read(file, 0, files.size(file)), str(files.folder / file))
 

@@ -20,6 +20,7 @@ from hp_muon_plugin.checkpoint.formats.base import (
 from hp_muon_plugin.checkpoint.formats.fsdp2_write import state_tensors
 from hp_muon_plugin.checkpoint.formats.hyper_parallel import METADATA, NAME
 from hp_muon_plugin.checkpoint.formats.spelling import prediction
+from hp_muon_plugin.checkpoint.hashing import piece_bytes
 from hp_muon_plugin.checkpoint.lazy import Lazy
 from hp_muon_plugin.checkpoint.megatron_names import registration_order
 from hp_muon_plugin.checkpoint.torch_archive_stream import write_archive
@@ -58,7 +59,7 @@ class HyperParallelWriter:
         tensors = dict(_tensors(source, target))
         for rank in range(world):
             share = {key: _share(value, rank, world) for key, value in tensors.items() if value.shape or rank == 0}
-            write_archive(folder / _file(rank), share, count, max(budget // 8, 2**20))
+            write_archive(folder / _file(rank), share, count, piece_bytes(budget))
         order = sorted(kinds_by_name(source), key=registration_order)
         groups, spell = (
             groups_of(state.hyper, [name for name in order if name in state.hyper]),

@@ -20,6 +20,7 @@ from hp_muon_plugin.checkpoint.formats.legacy_rank import MODEL_FILE, OPTIMIZER_
 from hp_muon_plugin.checkpoint.formats.megatron_run import megatron_args
 from hp_muon_plugin.checkpoint.formats.random_states import rank_name
 from hp_muon_plugin.checkpoint.formats.stages import INSIDE, bucket_size_of, expert_tensors_of, sizes_of
+from hp_muon_plugin.checkpoint.hashing import piece_bytes
 from hp_muon_plugin.checkpoint.lazy import Lazy
 from hp_muon_plugin.checkpoint.run_values import random_state
 from hp_muon_plugin.checkpoint.step_counts import StepPlace, fused_values, group_value, wanted_place
@@ -63,7 +64,7 @@ class LegacyWriter:
     def write(self, source: Source, folder: Path, target: Target, count: Callable[[int], None], budget: int) -> None:
         """As :class:`~hp_muon_plugin.checkpoint.canonical.Writer`."""
         made = _plan(source, target)
-        form, groups, chunk = _form(made), _groups(made), max(budget // 8, 2**20)
+        form, groups, chunk = _form(made), _groups(made), piece_bytes(budget)
         for rank in made.ranks():
             here = folder / _folder(made, rank)
             here.mkdir()

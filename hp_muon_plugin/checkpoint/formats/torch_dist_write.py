@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from hp_muon_plugin.checkpoint.canonical import Info, Key, Kind, Momentum, Source, Target
-from hp_muon_plugin.checkpoint.dcp_write import WAITING_BYTES, DcpWriter
+from hp_muon_plugin.checkpoint.dcp_write import DcpWriter, waiting_bytes
 from hp_muon_plugin.checkpoint.folders import write_durably
 from hp_muon_plugin.checkpoint.formats.legacy_plan import padded_rows
 from hp_muon_plugin.checkpoint.formats.stages import INSIDE, expert_tensors_of
@@ -92,7 +92,7 @@ class TorchDistWriter:
         for group in (group for items in lists for group in items if "momentum_convention" in group):
             group["momentum_convention"] = "moving_average" if is_converted else "sum"
         place, is_float32 = wanted_place(source, target), _is_float32(source.tensors())
-        with DcpWriter(folder, target.shard_bytes, waiting_bytes=min(WAITING_BYTES, budget // 8)) as writer:
+        with DcpWriter(folder, target.shard_bytes, waiting_bytes=waiting_bytes(budget)) as writer:
             self._write_tensors(source, writer, target, sharding, count, piece_bytes(budget))
             self._write_objects(source, writer, target)
             if sharding == BUCKETS and chain:
