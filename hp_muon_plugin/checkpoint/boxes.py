@@ -67,8 +67,10 @@ def overlapping(boxes: Sequence[Box]) -> tuple[int, int] | None:
     Args:
         boxes: All of one rank.
     """
-    if not boxes or not boxes[0].offsets:
-        return (0, 1) if len(boxes) > 1 else None
+    if len(boxes) < 2:
+        return None
+    if not boxes[0].offsets:
+        return 0, 1
     starts = np.array([box.offsets for box in boxes], dtype=np.int64)
     ends = starts + np.array([box.sizes for box in boxes], dtype=np.int64)
     dim = max(range(starts.shape[1]), key=lambda d: len(np.unique(starts[:, d])))

@@ -15,6 +15,7 @@ from hp_muon_plugin.checkpoint import formats, placing
 from hp_muon_plugin.checkpoint.canonical import Key, Kind, Source, Target, Writer
 from hp_muon_plugin.checkpoint.folders import write_durably
 from hp_muon_plugin.checkpoint.hashing import HashingSource, pieces
+from hp_muon_plugin.checkpoint.syncing import Syncing
 from hp_muon_plugin.checkpoint.verify import Difference, first_difference, masters, read_again, sampled_masters
 from hp_muon_plugin.errors import CheckpointError, ConfigError, VerifyError
 
@@ -179,13 +180,21 @@ def convert(
     report = Report(nbytes=found.nbytes, folder=place.final)
     with placing.placed(place, progress.note) as folder:
         source = HashingSource(found.source, budget)
-        progress.begin("write", found.nbytes)
-        found.writer.write(source, folder, found.target, progress.advance, budget)
-        progress.begin("verify", found.nbytes)
-        with _opened(folder, found.to) as output:
-            again = HashingSource(output, budget // max(1, jobs))
-            refuse(source, _masters_that_differ(source, read_again(again, source.tensors(), jobs, progress.advance)))
-            _verify(source, again, report, bool(found.losses))
+        with Syncing(folder, found.nbytes) as syncing:
+
+            def written(nbytes: int) -> None:
+                progress.advance(nbytes)
+                syncing.advance(nbytes)
+
+            progress.begin("write", found.nbytes)
+            found.writer.write(source, folder, found.target, written, budget)
+            syncing.start()
+            progress.begin("verify", found.nbytes)
+            with _opened(folder, found.to) as output:
+                again = HashingSource(output, budget // max(1, jobs))
+                differ = _masters_that_differ(source, read_again(again, source.tensors(), jobs, progress.advance))
+                refuse(source, differ)
+                _verify(source, again, report, bool(found.losses))
         report.seconds = time.monotonic() - started
         report.body = _body(found, report)
         write_durably(folder / REPORT, json.dumps(report.body, indent=1))

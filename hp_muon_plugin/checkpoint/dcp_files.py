@@ -80,10 +80,11 @@ class DcpFolder:
 
     def _read_metadata(self) -> None:
         places: dict[tuple[str, tuple[int, ...] | None], Piece] = {}
+        for file in {info.relative_path for info in self.metadata.storage_data.values()}:
+            safe_join(self.path, file)
         for index, info in self.metadata.storage_data.items():
             if vars(info).get("transform_descriptors"):
                 raise CheckpointError(f"{self.path}: {index.fqn} is stored compressed or encrypted, which is not read")
-            safe_join(self.path, info.relative_path)
             offset = vars(index).get("offset")
             key = (index.fqn, None if offset is None else tuple(offset))
             places[key] = Piece(info.relative_path, int(info.offset), int(info.length))

@@ -22,7 +22,6 @@ from hp_muon_plugin.errors import CheckpointError
 
 _WAITING_BYTES = 2**26
 _AT_ONCE_BYTES = 2**16  # less is written where it is: handing it to another thread takes longer
-_SYNC_BYTES = 2**27  # the disk begins with each so many bytes while the next are written
 
 Buffer = bytes | memoryview
 Parts = tuple[Buffer, ...]
@@ -72,11 +71,8 @@ class DcpWriter:
     ) -> None:
         self._written = written
         self._pool = ThreadPoolExecutor(2, "write")
-        self._syncs = ThreadPoolExecutor(1, "sync")
         self._room = Room(waiting_bytes)
         self._pending: deque[Future[Parts]] = deque()
-        self._syncing: list[Future[None]] = []
-        self._synced = 0
         self._folder = folder
         self._shard_bytes = shard_bytes
         self._file: io.FileIO | None = None
@@ -156,8 +152,6 @@ class DcpWriter:
         metadata.__dict__.update(extra or {})
         with open(self._folder / ".metadata", "xb") as file:
             pickle.dump(metadata, file)
-            file.flush()
-            os.fsync(file.fileno())
 
     def __enter__(self) -> "DcpWriter":
         return self
@@ -170,7 +164,6 @@ class DcpWriter:
 
     def _shut_down(self) -> None:
         self._pool.shutdown(cancel_futures=True)
-        self._syncs.shutdown(cancel_futures=True)
 
     def _assert_new(self, key: str) -> None:
         assert key not in self._tensors, key
@@ -198,7 +191,7 @@ class DcpWriter:
         if self._file is None:
             self._number += 1
             self._file = open(self._folder / self._name, "xb", buffering=0)  # noqa: SIM115
-            self._at = self._synced = 0
+            self._at = 0
         start, handle = self._at, self._file.fileno()
         self._at += item.nbytes
         if item.nbytes < _AT_ONCE_BYTES:
@@ -212,9 +205,6 @@ class DcpWriter:
             self._pending.popleft().result()
         if self._written is not None:
             self._written(self._name, future, item.nbytes)
-        if self._at >= self._synced + _SYNC_BYTES:
-            self._synced = self._at
-            self._syncing.append(self._syncs.submit(getattr(os, "fdatasync", os.fsync), handle))
         return self._name, start, item.nbytes
 
     def _store_in_thread(self, handle: int, start: int, item: _Item) -> Parts:
@@ -245,9 +235,6 @@ class DcpWriter:
             return
         while self._pending:
             self._pending.popleft().result()
-        while self._syncing:
-            self._syncing.pop().result()
-        os.fsync(self._file.fileno())
         self._file.close()
         self._file = None
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from hp_muon_plugin.checkpoint.detect import TRACKER, is_checkpoint
 from hp_muon_plugin.checkpoint.folders import OLD, PARTIAL, publish, sync_folder, write_durably
+from hp_muon_plugin.checkpoint.syncing import sync_file
 from hp_muon_plugin.errors import CheckpointError, ConfigError
 
 _LOCK = ".hp_muon_convert.lock"
@@ -191,8 +192,4 @@ def _sync_all(folder: Path) -> None:
         if path.is_dir():
             sync_folder(path)
         else:
-            handle = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
+            sync_file(path)

@@ -1,7 +1,6 @@
 """Files in the safetensors layout: a JSON header, then the tensors' bytes. Read and written by position."""
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
@@ -113,5 +112,3 @@ def write_file(
                 if rows.numel():
                     file.write(raw_bytes(rows))
                 count(rows.nbytes)
-        file.flush()
-        os.fsync(file.fileno())

@@ -1,7 +1,6 @@
 """Archives of torch.save with many tensors, written one piece of a tensor after another."""
 
 import io
-import os
 import pickle
 import zipfile
 from collections import OrderedDict
@@ -68,21 +67,18 @@ def write_archive(path: Path, value: Any, count: Callable[[int], None], chunk_by
     described = io.BytesIO()
     pickler = _Pickler(described)
     pickler.dump(value)
-    with open(path, "xb") as file:
-        with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
-            _put(archive, file, "data.pkl", described.getvalue())
-            _put(archive, file, "byteorder", b"little")
-            for number, tensor in enumerate(pickler.tensors):
-                info = _entry(file, f"data/{number}", tensor.nbytes)
-                with archive.open(info, "w", force_zip64=tensor.nbytes >= _BIG) as entry:
-                    for start, stop in row_pieces(tensor.shape, tensor.dtype.itemsize, chunk_bytes):
-                        rows = tensor.rows(start, stop)
-                        if rows.numel():
-                            entry.write(raw_bytes(rows))
-                        count(rows.nbytes)
-            _put(archive, file, "version", b"3\n")
-        file.flush()
-        os.fsync(file.fileno())
+    with open(path, "xb") as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
+        _put(archive, file, "data.pkl", described.getvalue())
+        _put(archive, file, "byteorder", b"little")
+        for number, tensor in enumerate(pickler.tensors):
+            info = _entry(file, f"data/{number}", tensor.nbytes)
+            with archive.open(info, "w", force_zip64=tensor.nbytes >= _BIG) as entry:
+                for start, stop in row_pieces(tensor.shape, tensor.dtype.itemsize, chunk_bytes):
+                    rows = tensor.rows(start, stop)
+                    if rows.numel():
+                        entry.write(raw_bytes(rows))
+                    count(rows.nbytes)
+        _put(archive, file, "version", b"3\n")
 
 
 def _put(archive: zipfile.ZipFile, file: io.BufferedWriter, name: str, content: bytes) -> None:

@@ -3,13 +3,13 @@
 import io
 import pickle
 import struct
-import zlib
 from collections import OrderedDict
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
+from isal.isal_zlib import crc32
 
 from hp_muon_plugin.checkpoint.torch_archive import raw_bytes
 
@@ -83,7 +83,7 @@ class TensorArchive:
 
     def parts(self) -> tuple[bytes | memoryview, bytes | memoryview, bytes | memoryview]:
         """What to write one after another; the second is the memory of the tensor. Computes its checksum."""
-        return self._head, self._content, self._tail(zlib.crc32(self._content))
+        return self._head, self._content, self._tail(crc32(self._content))
 
     def _tail(self, crc: int) -> bytes:
         length = len(self._content)
@@ -109,7 +109,7 @@ def _head(dtype: torch.dtype, shape: torch.Size) -> tuple[bytes, list[tuple[str,
         ("archive/byteorder", b"little"),
         ("archive/version", b"3\n"),
     ):
-        crc, length = zlib.crc32(payload), len(payload)
+        crc, length = crc32(payload), len(payload)
         directory.append((name, crc, length, len(head)))
         head += _local(name, len(head)) + payload + _SUMS.pack(0x08074B50, crc, length, length)
     first = len(head)

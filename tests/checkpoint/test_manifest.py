@@ -1,5 +1,6 @@
 """``manifest.json``: all values come back as they were, and nothing damaged or foreign is believed."""
 
+import hashlib
 import json
 import math
 from dataclasses import fields
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import xxhash
 
 from hp_muon_plugin.checkpoint.canonical import Info, Key, Momentum, RunState
 from hp_muon_plugin.checkpoint.folders import MANIFEST
@@ -42,7 +44,7 @@ def _manifest(state: RunState = STATE) -> Manifest:
     infos = {name: Info(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
     infos["weight/decoder.final_layernorm.weight"] = Info((8,), torch.bfloat16)
     infos["exp_avg/decoder.final_layernorm.weight"] = Info((8,), torch.float32)
-    return Manifest(plain, infos, {"__0_0.distcp": FileInfo(5, "a" * 64)})
+    return Manifest(plain, infos, {"__0_0.distcp": FileInfo(5, "a" * 32)})
 
 
 def test_a_run_state_comes_back_as_it_was() -> None:
@@ -89,6 +91,8 @@ def test_any_changed_character_is_noticed() -> None:
         ({"version": 99}, "has version 99"),
         ({"files": {"../x": {"bytes": 1, "sha256": "a" * 64}}}, "file name '../x'"),
         ({"files": {"x": {"bytes": -1, "sha256": "a" * 64}}}, "-1 bytes"),
+        ({"files": {"x": {"bytes": 1, "xxh3_128": "a" * 64}}}, "digest 'aaa"),
+        ({"files": {"x": {"bytes": 1, "md5": "a" * 32}}}, "damaged"),
         ({"tensors": {"weight/x": {"shape": [2.5], "dtype": "float32"}}}, "shape"),
         ({"tensors": {"weight/x": {"shape": [2], "dtype": "os"}}}, "'os'"),
         ({"state": {"iteration": "3"}}, "state.iteration is a str"),
@@ -119,3 +123,24 @@ def test_missing_and_short_files_are_named(tmp_path: Path) -> None:
     data.unlink()
     with pytest.raises(CheckpointError, match="is missing"):
         check_files(tmp_path, manifest)
+
+
+def test_a_manifest_of_version_1_is_read_and_its_files_are_compared(tmp_path: Path) -> None:
+    content = bytes(range(256)) * 5000
+    (tmp_path / "x").write_bytes(content)
+    body = json.loads(manifest_text(_manifest())) | {"version": 1}
+    body["files"] = {"x": {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}}
+    body.pop("sha256")
+    from hp_muon_plugin.checkpoint.manifest import _digest
+
+    info = parse_manifest(json.dumps({**body, "sha256": _digest(body)}), Path("y")).files["x"]
+    assert hashed(tmp_path / "x", info.algorithm) == info
+    (tmp_path / "x").write_bytes(content[:-1] + b"!")
+    assert hashed(tmp_path / "x", info.algorithm) != info
+
+
+def test_the_hash_of_a_file_is_that_of_its_bytes(tmp_path: Path) -> None:
+    for length in (0, 1, 2**20, 2**20 + 1, 3 * 2**20 - 1):
+        content = (b"hp_muon_plugin" * (length // 14 + 1))[:length]
+        (tmp_path / "x").write_bytes(content)
+        assert hashed(tmp_path / "x") == FileInfo(length, xxhash.xxh3_128_hexdigest(content))

@@ -1,7 +1,6 @@
 """Writer of Hugging Face safetensors: weights only, with a configuration."""
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -112,5 +111,3 @@ def _split(value: Lazy, how: str, heads: Heads | None, name: str) -> list[Lazy]:
 def _put_json(path: Path, value: dict[str, Any]) -> None:
     with open(path, "x", encoding="utf-8") as file:
         json.dump(value, file, indent=2, sort_keys=True)
-        file.flush()
-        os.fsync(file.fileno())

@@ -1,6 +1,5 @@
 """Our own format: torch DCP files and a manifest. It holds everything that a canonical checkpoint has."""
 
-import hashlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -13,7 +12,7 @@ from hp_muon_plugin.checkpoint.canonical import Info, Key, RunState, Source, Tar
 from hp_muon_plugin.checkpoint.dcp_files import DcpFolder
 from hp_muon_plugin.checkpoint.dcp_write import DcpWriter, Parts, waiting_bytes
 from hp_muon_plugin.checkpoint.folders import MANIFEST, write_durably
-from hp_muon_plugin.checkpoint.hashing import Room, piece_bytes, pieces
+from hp_muon_plugin.checkpoint.hashing import HASH, Room, piece_bytes, pieces
 from hp_muon_plugin.checkpoint.manifest import (
     FileInfo,
     Manifest,
@@ -82,7 +81,7 @@ class HpSource:
         return [
             f"{self.path / name}: its content is not what was written: {tensors}"
             for name, info in self._manifest.files.items()
-            if hashed(self.path / name) != info
+            if hashed(self.path / name, info.algorithm) != info
             for tensors in [self._tensors_in(name)]
         ]
 
@@ -164,7 +163,7 @@ class FileDigests:
         """
         self._room.take(nbytes)
         self._sizes[file] = self._sizes.get(file, 0) + nbytes
-        self._pool.submit(self._update, self._hashes.setdefault(file, hashlib.sha256()), parts, nbytes)
+        self._pool.submit(self._update, self._hashes.setdefault(file, HASH()), parts, nbytes)
 
     def _update(self, found: Any, parts: "Future[Parts]", nbytes: int) -> None:
         try:

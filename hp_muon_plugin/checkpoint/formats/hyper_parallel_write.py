@@ -1,6 +1,5 @@
 """Writer of HyperParallel's own checkpoints."""
 
-import os
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -115,8 +114,6 @@ def _put(folder: Path, key: str, content: bytes) -> int:
 def _put_file(path: Path, content: bytes) -> None:
     with open(path, "xb") as file:
         file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 class _Of:
