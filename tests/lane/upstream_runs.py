@@ -107,11 +107,11 @@ class Run:
     def outcome(self, load: Load) -> Outcome:
         """Load, and train on."""
         self.load(load)
-        draws = _draws() if load.random else {}
+        drawn = draws() if load.random else {}
         weights, state = self.weights(), self.state()
         steps = STEPS if self.can_step else 0
         losses = [self.step(number) for number in range(steps)]
-        return Outcome(weights, state, draws, losses, [self.weights(), self.state()])
+        return Outcome(weights, state, drawn, losses, [self.weights(), self.state()])
 
     @property
     def can_step(self) -> bool:
@@ -211,7 +211,7 @@ def _load(run: Run, load: Load) -> None:
         run.optimizer.load_parameter_state(str(file.with_name("distrib_optim.pt")))
     run.schedule.load_state_dict(saved["opt_param_scheduler"])
     if load.random:
-        _set_random(saved["rng_state"][0])
+        set_random(saved["rng_state"][0])
 
 
 def _loaded_shards(run: Run, folder: Path, with_random: bool) -> dict[str, Any]:
@@ -241,7 +241,7 @@ def _random_shard(run: Run) -> Any:
     return ShardedObject("rng_state", [], (1, 1), (0, 0), replica_id=rank)
 
 
-def _set_random(states: dict[str, Any]) -> None:
+def set_random(states: dict[str, Any]) -> None:
     from megatron.core import tensor_parallel
 
     random.setstate(states["random_rng_state"])
@@ -252,7 +252,7 @@ def _set_random(states: dict[str, Any]) -> None:
     tensor_parallel.get_cuda_rng_tracker().set_states(states["rng_tracker_states"])
 
 
-def _draws() -> dict[str, list[float]]:
+def draws() -> dict[str, list[float]]:
     return {
         "random": [random.random(), random.random()],
         "numpy": [float(item) for item in np.random.rand(2)],

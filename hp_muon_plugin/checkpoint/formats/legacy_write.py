@@ -1,7 +1,7 @@
 """Writer of Megatron's legacy checkpoints."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from hp_muon_plugin.checkpoint.formats.legacy import NAME
 from hp_muon_plugin.checkpoint.formats.legacy_plan import Plan, Rank, plan
 from hp_muon_plugin.checkpoint.formats.legacy_rank import MODEL_FILE, OPTIMIZER_FILE
 from hp_muon_plugin.checkpoint.formats.megatron_run import megatron_args
-from hp_muon_plugin.checkpoint.formats.random_states import rank_name
+from hp_muon_plugin.checkpoint.formats.random_states import by_place, rank_name
 from hp_muon_plugin.checkpoint.formats.stages import INSIDE, bucket_size_of, expert_tensors_of, sizes_of
 from hp_muon_plugin.checkpoint.hashing import piece_bytes
 from hp_muon_plugin.checkpoint.lazy import Lazy
@@ -43,10 +43,11 @@ class LegacyWriter:
     def losses(self, source: Source, target: Target) -> list[str]:
         """As :class:`~hp_muon_plugin.checkpoint.canonical.Writer`."""
         made, state = _plan(source, target), source.state()
+        random = by_place(state)
         check_momentum(source, target, Momentum.average)
         wanted_place(source, target)
         found = []
-        missing = [rank for rank in made.ranks() if _random(state, rank) is None]
+        missing = [rank for rank in made.ranks() if _random(random, rank) is None]
         if missing:
             found.append(
                 f"random state of {len(missing)} of {len(made.ranks())} ranks: the source has none as Megatron keeps "
@@ -65,12 +66,15 @@ class LegacyWriter:
         """As :class:`~hp_muon_plugin.checkpoint.canonical.Writer`."""
         made = _plan(source, target)
         form, groups, chunk = _form(made), _groups(made), piece_bytes(budget)
+        random = by_place(source.state())
         for rank in made.ranks():
             here = folder / _folder(made, rank)
             here.mkdir()
             chunks = made.members(rank)
             members = {f"{chunk}/{local}": name for chunk, own in enumerate(chunks) for local, name in own.items()}
             value = _model_file(made, rank, chunks)
+            if (own_state := _random(random, rank)) is not None:
+                value["rng_state"] = [own_state]
             if form != "none":
                 owned = [
                     _in_order([(values, _on_rank(names_, members)) for values, names_ in part], list(members))
@@ -187,16 +191,13 @@ def _model_file(made: Plan, rank: Rank, members: list[dict[str, str]]) -> dict[s
         "num_floating_point_operations_so_far": state.flops or 0,
         RECORD: record(source, momentum_of(source, target, Momentum.average), wanted_place(source, target)),
     }
-    random = _random(state, rank)
-    if random is not None:
-        value["rng_state"] = [random]
     return value
 
 
-def _random(state: RunState, rank: Rank) -> dict[str, Any] | None:
+def _random(by_name: Mapping[str, Any], rank: Rank) -> dict[str, Any] | None:
     """Random state of a rank: its own where experts have theirs, else that of its tensor and pipeline rank."""
     own = rank_name(rank.pipeline, rank.tensor, expert=rank.expert or None)
-    found = state.random.get(own)
+    found = by_name.get(own)
     if isinstance(found, dict) and isinstance(found.get("states"), dict) and "rng_tracker_states" in found["states"]:
         restored: dict[str, Any] = random_state(found["states"])
         return restored

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hp_muon_plugin.checkpoint.canonical import Key, Kind, Momentum, RunState, Source, Target
+from hp_muon_plugin.checkpoint.formats.random_states import by_place
 from hp_muon_plugin.checkpoint.formats.stages import sizes_of
 from hp_muon_plugin.checkpoint.megatron_groups import grouped
 from hp_muon_plugin.checkpoint.megatron_names import Place, Style, is_expert, place
@@ -227,11 +228,11 @@ def random_objects(state: RunState, target: Target) -> tuple[dict[str, Any], lis
         Objects by key, and the (pipeline, tensor) ranks without one.
     """
     by_rank: dict[tuple[int, int], dict[int | None, Any]] = {}
-    for name, item in state.random.items():
+    for name, item in by_place(state).items():
         match = _RANK.match(name)
         if match and isinstance(item, Mapping) and "states" in item:
             rank = by_rank.setdefault((int(match[1]), int(match[2])), {})
-            rank[int(match[3]) if match[3] else None] = item["states"]
+            rank.setdefault(int(match[3]) if match[3] else None, item["states"])
     found: dict[str, Any] = {}
     missing = []
     for pipeline in range(target.pp):

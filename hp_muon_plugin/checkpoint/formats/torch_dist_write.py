@@ -10,6 +10,7 @@ from hp_muon_plugin.checkpoint.canonical import Info, Key, Kind, Momentum, Sourc
 from hp_muon_plugin.checkpoint.dcp_write import DcpWriter, waiting_bytes
 from hp_muon_plugin.checkpoint.folders import write_durably
 from hp_muon_plugin.checkpoint.formats.legacy_plan import padded_rows
+from hp_muon_plugin.checkpoint.formats.random_states import by_place
 from hp_muon_plugin.checkpoint.formats.stages import INSIDE, expert_tensors_of
 from hp_muon_plugin.checkpoint.formats.torch_dist_buffers_write import buffers_plan, write_buffers
 from hp_muon_plugin.checkpoint.formats.torch_dist_common import (
@@ -67,7 +68,7 @@ class TorchDistWriter:
                 f"random state of (pipeline, tensor) ranks {ranks}: none in the source; load with --no-load-rng"
             )
         is_by_data_rank = target.megatron is not None and (0, 14) <= target.megatron < (0, 19) and target.ep > 1
-        if is_by_data_rank and not missing and not any(".dp" in name for name in state.random):
+        if is_by_data_rank and not missing and not any(".dp" in name for name in by_place(state)):
             lost.append("random state of data ranks, which this version asks for with EP > 1: load with --no-load-rng")
         return lost
 
