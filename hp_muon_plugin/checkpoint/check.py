@@ -4,8 +4,9 @@ import json
 from typing import Any
 
 from hp_muon_plugin.checkpoint.canonical import Source
-from hp_muon_plugin.checkpoint.convert import REPORT, Progress
+from hp_muon_plugin.checkpoint.convert import REPORT
 from hp_muon_plugin.checkpoint.hashing import HashingSource
+from hp_muon_plugin.checkpoint.progress import Progress
 from hp_muon_plugin.checkpoint.verify import masters
 from hp_muon_plugin.errors import CheckpointError
 

@@ -15,6 +15,7 @@ from hp_muon_plugin.checkpoint import formats, placing
 from hp_muon_plugin.checkpoint.canonical import Key, Kind, Source, Target, Writer
 from hp_muon_plugin.checkpoint.folders import write_durably
 from hp_muon_plugin.checkpoint.hashing import HashingSource, pieces
+from hp_muon_plugin.checkpoint.progress import Progress
 from hp_muon_plugin.checkpoint.syncing import Syncing
 from hp_muon_plugin.checkpoint.verify import Difference, first_difference, masters, read_again, sampled_masters
 from hp_muon_plugin.errors import CheckpointError, ConfigError, VerifyError
@@ -22,31 +23,6 @@ from hp_muon_plugin.errors import CheckpointError, ConfigError, VerifyError
 REPORT = "conversion.json"
 BUDGET = 2 * 2**30
 _SHOWN = 5
-
-
-class Progress:
-    """Told how far a conversion is. This one shows nothing."""
-
-    def begin(self, what: str, total: int) -> None:
-        """Begin a stage.
-
-        Args:
-            what: Its name.
-            total: Bytes.
-        """
-
-    def advance(self, nbytes: int) -> None:
-        """Count bytes.
-
-        Args:
-            nbytes: Since the last call.
-        """
-
-    def note(self, text: str) -> None:
-        """Say something that stays."""
-
-    def close(self) -> None:
-        """Leave the terminal as it was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +154,7 @@ def convert(
     place = placing.destination(dst, state.iteration, is_tracked=formats.FORMATS[found.to].is_tracked)
     placing.check(place, found.source.path, found.nbytes, force=force)
     report = Report(nbytes=found.nbytes, folder=place.final)
-    with placing.placed(place, progress.note) as folder:
+    with _one_thread_each(), placing.placed(place, progress.note) as folder:
         source = HashingSource(found.source, budget)
         with Syncing(folder, found.nbytes) as syncing:
 
@@ -199,6 +175,17 @@ def convert(
         report.body = _body(found, report)
         write_durably(folder / REPORT, json.dumps(report.body, indent=1))
     return report
+
+
+@contextmanager
+def _one_thread_each() -> Iterator[None]:
+    """Torch's operations on one thread: others read and write meanwhile, and OpenMP's would wait for them spinning."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextmanager

@@ -5,11 +5,10 @@ has, so a tensor larger than memory is written as many.
 """
 
 import io
-import os
 import pickle
-from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,9 @@ import torch
 
 from hp_muon_plugin.checkpoint import torch_archive_write
 from hp_muon_plugin.checkpoint.boxes import Box, overlapping
-from hp_muon_plugin.checkpoint.hashing import Room
+from hp_muon_plugin.checkpoint.writes import WAITING_BYTES, Buffer, Writes, write_at
 from hp_muon_plugin.errors import CheckpointError
 
-_WAITING_BYTES = 2**26
-_AT_ONCE_BYTES = 2**16  # less is written where it is: handing it to another thread takes longer
-
-Buffer = bytes | memoryview
 Parts = tuple[Buffer, ...]
 
 
@@ -33,7 +28,7 @@ def waiting_bytes(budget: int) -> int:
     Args:
         budget: Bytes of tensors in memory at any time, about.
     """
-    return min(_WAITING_BYTES, budget // 8)
+    return min(WAITING_BYTES, budget // 8)
 
 
 class _Bytes:
@@ -67,12 +62,10 @@ class DcpWriter:
         folder: Path,
         shard_bytes: int = 4 * 2**30,
         written: Callable[[str, "Future[Parts]", int], None] | None = None,
-        waiting_bytes: int = _WAITING_BYTES,
+        waiting_bytes: int = WAITING_BYTES,
     ) -> None:
         self._written = written
-        self._pool = ThreadPoolExecutor(2, "write")
-        self._room = Room(waiting_bytes)
-        self._pending: deque[Future[Parts]] = deque()
+        self._writes = Writes(waiting_bytes)
         self._folder = folder
         self._shard_bytes = shard_bytes
         self._file: io.FileIO | None = None
@@ -141,7 +134,7 @@ class DcpWriter:
             CheckpointError: If a tensor has a hole, or elements that were written twice.
         """
         self._finish_file()
-        self._shut_down()
+        self._writes.shut_down()
         for key, (shape, _, boxes, _) in self._tensors.items():
             full = [box for box in boxes if box.numel]
             missing = torch.Size(shape).numel() - sum(box.numel for box in full)
@@ -158,12 +151,9 @@ class DcpWriter:
 
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is not None:
-            self._shut_down()
+            self._writes.shut_down()
             if self._file is not None:
                 self._file.close()
-
-    def _shut_down(self) -> None:
-        self._pool.shutdown(cancel_futures=True)
 
     def _assert_new(self, key: str) -> None:
         assert key not in self._tensors, key
@@ -194,36 +184,15 @@ class DcpWriter:
             self._at = 0
         start, handle = self._at, self._file.fileno()
         self._at += item.nbytes
-        if item.nbytes < _AT_ONCE_BYTES:
-            future: Future[Parts] = Future()
-            future.set_result(self._store(handle, start, item))
-        else:
-            self._room.take(item.nbytes)
-            future = self._pool.submit(self._store_in_thread, handle, start, item)
-            self._pending.append(future)
-        while self._pending and self._pending[0].done():
-            self._pending.popleft().result()
+        future = self._writes.put(item.nbytes, partial(self._store, handle, start, item))
         if self._written is not None:
             self._written(self._name, future, item.nbytes)
         return self._name, start, item.nbytes
 
-    def _store_in_thread(self, handle: int, start: int, item: _Item) -> Parts:
-        try:
-            return self._store(handle, start, item)
-        finally:
-            self._room.give(item.nbytes)
-
     def _store(self, handle: int, start: int, item: _Item) -> Parts:
         """Write an item at its place. Returns its parts if somebody wants to hash them."""
         parts: Parts = item.parts()
-        left = [memoryview(part) for part in parts if len(part)]
-        while left:
-            count = os.pwritev(handle, left, start)
-            start += count
-            while left and count >= len(left[0]):
-                count -= len(left.pop(0))
-            if count:
-                left[0] = left[0][count:]
+        write_at(handle, start, parts)
         return parts if self._written is not None else ()
 
     @property
@@ -233,8 +202,7 @@ class DcpWriter:
     def _finish_file(self) -> None:
         if self._file is None:
             return
-        while self._pending:
-            self._pending.popleft().result()
+        self._writes.finish()
         self._file.close()
         self._file = None
 

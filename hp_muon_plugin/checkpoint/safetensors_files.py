@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from hp_muon_plugin.checkpoint.dcp_write import row_pieces
 from hp_muon_plugin.checkpoint.files import Files
 from hp_muon_plugin.checkpoint.lazy import Lazy
 from hp_muon_plugin.checkpoint.torch_archive import raw_bytes
+from hp_muon_plugin.checkpoint.writes import Writes, write_at
 from hp_muon_plugin.errors import CheckpointError
 
 _DTYPES = {
@@ -104,11 +106,13 @@ def write_file(
         at += tensor.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with open(path, "xb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+    with open(path, "xb", buffering=0) as file, Writes(2 * chunk_bytes) as writes:
+        handle, place = file.fileno(), 8 + len(text)
+        write_at(handle, 0, [len(text).to_bytes(8, "little"), text])
         for tensor in tensors.values():
             for start, stop in row_pieces(tensor.shape, tensor.dtype.itemsize, chunk_bytes):
                 rows = tensor.rows(start, stop)
                 if rows.numel():
-                    file.write(raw_bytes(rows))
+                    writes.put(rows.nbytes, partial(write_at, handle, place, [raw_bytes(rows)]))
+                    place += rows.nbytes
                 count(rows.nbytes)

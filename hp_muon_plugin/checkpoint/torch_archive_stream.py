@@ -2,27 +2,27 @@
 
 import io
 import pickle
-import zipfile
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
+from isal.isal_zlib import crc32, crc32_combine
 
 from hp_muon_plugin.checkpoint import lazy
 from hp_muon_plugin.checkpoint.dcp_write import row_pieces
 from hp_muon_plugin.checkpoint.lazy import Lazy
 from hp_muon_plugin.checkpoint.torch_archive import raw_bytes
 from hp_muon_plugin.checkpoint.torch_archive_write import STORAGES
+from hp_muon_plugin.checkpoint.writes import Writes, write_at
+from hp_muon_plugin.checkpoint.zip_records import Record, directory
 
-_ALIGNMENT = 64
 _ROOT = "archive"
-_HEADER = 30  # bytes of a local file header before name and extra field
-_ZIP64_EXTRA = 20
-_BIG = 2**31
 
 
 @dataclass(frozen=True)
@@ -61,34 +61,52 @@ def write_archive(path: Path, value: Any, count: Callable[[int], None], chunk_by
     Args:
         path: A new file.
         value: Dicts, lists, plain values, tensors, and lazy tensors, which are read while they are written.
-        count: Called with bytes of tensors as they are written.
-        chunk_bytes: About how much of a tensor is read at a time.
+        count: Called with bytes of tensors as they are read.
+        chunk_bytes: About how much of a tensor is read at a time; twice as much may wait to be written.
     """
     described = io.BytesIO()
     pickler = _Pickler(described)
     pickler.dump(value)
-    with open(path, "xb") as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
-        _put(archive, file, "data.pkl", described.getvalue())
-        _put(archive, file, "byteorder", b"little")
-        for number, tensor in enumerate(pickler.tensors):
-            info = _entry(file, f"data/{number}", tensor.nbytes)
-            with archive.open(info, "w", force_zip64=tensor.nbytes >= _BIG) as entry:
-                for start, stop in row_pieces(tensor.shape, tensor.dtype.itemsize, chunk_bytes):
-                    rows = tensor.rows(start, stop)
-                    if rows.numel():
-                        entry.write(raw_bytes(rows))
-                    count(rows.nbytes)
-        _put(archive, file, "version", b"3\n")
+    contents: list[tuple[str, bytes | Lazy]] = [("data.pkl", described.getvalue()), ("byteorder", b"little")]
+    contents += [(f"data/{number}", tensor) for number, tensor in enumerate(pickler.tensors)]
+    contents += [("version", b"3\n")]
+    sums: list[list[tuple[Future[int], int]]] = []
+    records: list[Record] = []
+    with open(path, "xb", buffering=0) as file:
+        handle = file.fileno()
+        with Writes(2 * chunk_bytes) as writes:
+            for name, content in contents:
+                nbytes = content.nbytes if isinstance(content, Lazy) else len(content)
+                record = Record(f"{_ROOT}/{name}", nbytes, records[-1].end if records else 0)
+                records.append(record)
+                sums.append(list(_written(writes, handle, record.content_at, _pieces(content, chunk_bytes, count))))
+        for record, parts in zip(records, sums, strict=True):
+            for future, nbytes in parts:
+                record.crc = crc32_combine(record.crc, future.result(), nbytes)
+            write_at(handle, record.content_at - len(record.local()), [record.local()])
+        write_at(handle, records[-1].end, [directory(records)])
 
 
-def _put(archive: zipfile.ZipFile, file: io.BufferedWriter, name: str, content: bytes) -> None:
-    archive.writestr(_entry(file, name, len(content)), content)
+def _pieces(content: bytes | Lazy, chunk_bytes: int, count: Callable[[int], None]) -> Iterator[bytes | memoryview]:
+    if isinstance(content, bytes):
+        yield content
+        return
+    for start, stop in row_pieces(content.shape, content.dtype.itemsize, chunk_bytes):
+        rows = content.rows(start, stop)
+        if rows.numel():
+            yield raw_bytes(rows)
+        count(rows.nbytes)
 
 
-def _entry(file: io.BufferedWriter, name: str, nbytes: int) -> zipfile.ZipInfo:
-    """An entry whose content begins at a multiple of 64 bytes, as torch writes it."""
-    info = zipfile.ZipInfo(f"{_ROOT}/{name}")
-    before = file.tell() + _HEADER + len(info.filename) + 4 + (_ZIP64_EXTRA if nbytes >= _BIG else 0)
-    padding = -before % _ALIGNMENT
-    info.extra = b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
-    return info
+def _written(
+    writes: Writes, handle: int, place: int, pieces: Iterable[bytes | memoryview]
+) -> Iterator[tuple["Future[int]", int]]:
+    """Write pieces one after another. Gives the checksum and length of each."""
+    for piece in pieces:
+        yield writes.put(len(piece), partial(_put, handle, place, piece)), len(piece)
+        place += len(piece)
+
+
+def _put(handle: int, place: int, piece: bytes | memoryview) -> int:
+    write_at(handle, place, [piece])
+    return int(crc32(piece))

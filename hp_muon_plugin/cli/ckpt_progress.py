@@ -16,10 +16,10 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from hp_muon_plugin.checkpoint import convert
+from hp_muon_plugin.checkpoint import progress as stages
 
 
-class Bar(convert.Progress):
+class Bar(stages.Progress):
     """A moving bar with bytes, rate and time left."""
 
     def __init__(self, console: Console) -> None:
@@ -46,7 +46,7 @@ class Bar(convert.Progress):
         self._progress.stop()
 
 
-class Lines(convert.Progress):
+class Lines(stages.Progress):
     """A line at the end of each stage."""
 
     def __init__(self) -> None:
@@ -78,10 +78,10 @@ class Lines(convert.Progress):
 
 
 @contextmanager
-def progress() -> Iterator[convert.Progress]:
+def progress() -> Iterator[stages.Progress]:
     """The display that fits where stderr goes."""
     console = Console(stderr=True)
-    shown: convert.Progress = Bar(console) if console.is_terminal else Lines()
+    shown: stages.Progress = Bar(console) if console.is_terminal else Lines()
     try:
         yield shown
     finally:
