@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hp_muon_plugin.cli import bench_fsdp, bench_optimizer, bench_trainer
+from hp_muon_plugin.cli import bench_convert, bench_fsdp, bench_optimizer, bench_trainer
 from hp_muon_plugin.errors import ConfigError, HpMuonError
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ def run(arguments: list[str]) -> int:
     bench_fsdp.add(commands)
     bench_optimizer.add(commands)
     bench_trainer.add(commands)
+    bench_convert.add(commands)
     options = parser.parse_args(arguments)
     from hp_muon_plugin.train.launch import INTERRUPTED_EXIT, Interrupted
 

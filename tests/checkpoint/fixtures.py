@@ -4,12 +4,13 @@ import hashlib
 import json
 import os
 import tarfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from hp_muon_plugin.bench.made_up import MadeUp
 from hp_muon_plugin.checkpoint.canonical import Info, Key, RunState, Source
 
 DATA = Path(__file__).parent / "data"
@@ -50,33 +51,6 @@ def digest(tensor: torch.Tensor) -> str:
     """As the truth has it: of dtype, shape and bytes."""
     data = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     return hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode() + data).hexdigest()
-
-
-class MadeUp:
-    """A source of any size whose tensors are made when read: element ``i`` of a tensor is ``(i mod 251) + seed``."""
-
-    format = "made-up"
-    path = Path("made-up")
-
-    def __init__(self, infos: Mapping[Key, Info], state: RunState) -> None:
-        self._infos = dict(infos)
-        self._state = state
-
-    def tensors(self) -> Mapping[Key, Info]:
-        return self._infos
-
-    def read(self, key: Key, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        shape = self._infos[key].shape
-        stop = shape[0] if stop is None else stop
-        row = torch.Size(shape[1:]).numel()
-        elements = torch.arange(start * row, stop * row, dtype=torch.int32).remainder_(251)
-        return elements.to(self._infos[key].dtype).view(stop - start, *shape[1:])
-
-    def state(self) -> RunState:
-        return self._state
-
-    def close(self) -> None:
-        pass
 
 
 def made_up(mib: int, layers: int = 2) -> MadeUp:

@@ -15,8 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from hp_muon_plugin.checkpoint.canonical import Info, Key, RunState, Target
+from hp_muon_plugin.bench.made_up import gpt
+from hp_muon_plugin.checkpoint.canonical import Info, Key, Kind, RunState, Target
+from hp_muon_plugin.checkpoint.convert import convert, plan
 from hp_muon_plugin.checkpoint.formats import open_checkpoint, writer
+from hp_muon_plugin.checkpoint.verify import compared
 from tests.checkpoint.fixtures import MadeUp
 from tests.checkpoint.others import fixture, fixtures, there_and_back, written
 
@@ -35,6 +38,17 @@ def test_there_and_back(name: str, via: str, tmp_path: Path) -> None:
     found = there_and_back(source, via, tmp_path / "out")
     unsaid = LOST_FIELDS if via == "torch_dist" and not source.state().args else set()
     assert [item for item in found if item not in unsaid] == []
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_kinds_of_tensors_are_plain_text_in_files(to: str, tmp_path: Path) -> None:
+    """Readers name them by members of an enumeration, which no loader allows in a pickle."""
+    made = gpt(1, hidden=16)
+    done = convert(plan(made, to, Target()), tmp_path / "out", drop=True)
+    assert len(done.tensors) == len(made.tensors())
+    opened = open_checkpoint(tmp_path / "out", to)
+    assert {type(key.kind) for key in opened.tensors()} <= {str, Kind}
+    assert [str(item) for item in compared(made, opened, rtol=None, atol=None, count=lambda nbytes: None)] == []
 
 
 def test_random_states_of_expert_ranks_stay_with_their_ranks(tmp_path: Path) -> None:

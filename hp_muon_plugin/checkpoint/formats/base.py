@@ -91,7 +91,7 @@ def kinds_by_name(source: Source) -> dict[str, list[str]]:
     """Kinds of tensors of each name."""
     found: dict[str, list[str]] = {}
     for key in source.tensors():
-        found.setdefault(key.name, []).append(key.kind)
+        found.setdefault(key.name, []).append(str(key.kind))
     return found
 
 
