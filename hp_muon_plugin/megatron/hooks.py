@@ -1,7 +1,8 @@
 """The hooks, as data: what is replaced in Megatron, why, and when the hook can go.
 
 A function is replaced where it is defined and wherever it was imported by name before, which a scan
-of loaded modules finds by identity. A function imported afterwards is the hooked one already.
+of loaded modules finds by identity. A function imported afterwards is the hooked one already. A method
+is replaced in its class alone: a module that holds one by name keeps it to call the original.
 """
 
 import importlib
@@ -228,7 +229,8 @@ def put(hook: Hook, make: Callable[[Any], Any]) -> Installed:
     if hook.kind is HookKind.entry:
         return _put_entry(hook, original, make(original))
     installed = Installed(hook, original, make(original))
-    for place in [(owner, name), *aliases(original)]:
+    by_name = aliases(original) if isinstance(owner, ModuleType) else []
+    for place in [(owner, name), *by_name]:
         if place not in installed.places:
             setattr(*place, installed.replacement)
             installed.places.append(place)

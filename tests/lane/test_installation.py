@@ -48,6 +48,20 @@ def test_install_is_idempotent_reversible_and_reports() -> None:
         del sys.modules["some_trainer"]
 
 
+def test_a_method_that_somebody_keeps_is_left_to_him(monkeypatch: pytest.MonkeyPatch) -> None:
+    """He keeps it to call the original: hooked there too, it would be hooked twice."""
+    from megatron.core.distributed import DistributedDataParallel
+
+    kept = types.ModuleType("some_patcher")
+    kept.original = init = DistributedDataParallel.__init__  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "some_patcher", kept)
+    install()
+    assert kept.original is init
+    assert DistributedDataParallel.__init__ is not init
+    uninstall()
+    assert DistributedDataParallel.__init__ is init
+
+
 def test_installing_with_other_arguments_is_an_error() -> None:
     install(HpMuon(lr=0.1))
     with pytest.raises(HookError, match="called before with other arguments"):
