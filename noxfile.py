@@ -1,12 +1,14 @@
 """The test run: lint, tests, and one lane per megatron-core version that an interpreter is found for.
 
 `make test` calls this from .venv. The lane of .venv's own megatron-core runs there; each other lane
-gets an environment of its own under .nox.
+gets an environment of its own under .nox, which is begun while lint and the main tests run.
 """
 
+import os
 import shutil
 import subprocess
 import sys
+import threading
 from importlib import metadata
 from pathlib import Path
 
@@ -14,6 +16,8 @@ import nox
 
 nox.options.reuse_existing_virtualenvs = True
 nox.options.stop_on_first_error = False
+# Some machines switch bytecode off. Here hundreds of processes import the same files.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # megatron-core version -> Python versions that it can be installed on, best first.
 LANES = {
@@ -35,7 +39,9 @@ LANE_PACKAGES = (
 LANE_EXTRAS = {"0.19.2": ("emerging-optimizers",)}
 # Ranks mostly wait for each other, so that three processes on two cores are faster than one, and steady.
 IN_PARALLEL = ("--numprocesses", "3", "--dist", "worksteal")
+LANE_TESTS = "tests/lane"
 RESULTS: list[str] = []
+MAKERS: list[threading.Thread] = []
 
 
 def interpreter(versions: tuple[str, ...]) -> str | None:
@@ -82,9 +88,48 @@ def installed_lane() -> str | None:
     return version if version in LANES else None
 
 
+def apart() -> dict[str, str]:
+    """Lanes that have an environment of their own, each with an interpreter for it."""
+    here = installed_lane()
+    found = {version: interpreter(pythons) for version, pythons in LANES.items() if version != here}
+    return {version: python for version, python in found.items() if python is not None}
+
+
+def own_python(version: str) -> str:
+    """The interpreter of a lane's own environment."""
+    return str(Path(".nox").absolute() / f"lane-{version.replace('.', '-')}" / "bin" / "python")
+
+
+def others_packages(version: str, python: str) -> list[tuple[str, ...]]:
+    """Commands that make a lane's environment, and install all of it but this project."""
+    own = own_python(version)
+    pip = (own, "-m", "pip", "install", "--quiet", "--constraint", "constraints.txt")
+    venv = [] if Path(own).with_name("pip").exists() else [(python, "-m", "venv", str(Path(own).parents[1]))]
+    return [*venv, (*pip, "torch"), (*pip, f"megatron-core=={version}", *LANE_PACKAGES, *LANE_EXTRAS.get(version, ()))]
+
+
+def make_environments(lanes: dict[str, str]) -> None:
+    """Make environments until something fails, in silence: each lane repeats its commands, and shows what they say.
+
+    This project is left out, because building it writes into the checkout, where tests run meanwhile.
+    """
+    for version, python in lanes.items():
+        for command in others_packages(version, python):
+            # nice: tests that run meanwhile come first
+            if subprocess.run(("nice", *command), capture_output=True, check=False).returncode:
+                return
+
+
 def tool(name: str) -> str:
     """A command of the environment that nox runs in."""
     return str(Path(sys.executable).parent / name)
+
+
+@nox.session(venv_backend="none")
+def environments(session: nox.Session) -> None:
+    """Begin to make the lanes' environments, one after another; lanes wait for the last one."""
+    MAKERS.append(threading.Thread(target=make_environments, args=(apart(),)))
+    MAKERS[-1].start()
 
 
 @nox.session(venv_backend="none")
@@ -111,37 +156,39 @@ def lane_in_place(session: nox.Session) -> None:
     version = installed_lane()
     if version is None:
         session.skip("the main environment has no megatron-core of a tested version")
-    session.run(sys.executable, "-m", "pytest", "-m", "lane", *IN_PARALLEL, *session.posargs)
+    session.run(sys.executable, "-m", "pytest", LANE_TESTS, "-m", "lane", *IN_PARALLEL, *session.posargs)
     RESULTS.append(f"lane megatron-core {version} on Python {sys.version_info.major}.{sys.version_info.minor}: passed")
 
 
-def lane_apart(session: nox.Session, version: str) -> None:
+def lane_apart(session: nox.Session, version: str, python: str) -> None:
     """The lane tests in an environment of their own."""
-    pip = ("python", "-m", "pip", "install", "--quiet", "--constraint", "constraints.txt")
-    session.run(*pip, "torch")
-    session.run(*pip, "--editable", ".", f"megatron-core=={version}", *LANE_PACKAGES, *LANE_EXTRAS.get(version, ()))
-    session.run("python", "-m", "pytest", "-m", "lane and not once", *IN_PARALLEL, *session.posargs)
-    RESULTS.append(f"lane megatron-core {version} on Python {python_version(str(session.python))}: passed")
+    for maker in MAKERS:
+        maker.join()
+    for command in others_packages(version, python):
+        session.run(*command)
+    own = own_python(version)
+    session.run(own, "-m", "pip", "install", "--quiet", "--constraint", "constraints.txt", "--editable", ".")
+    session.run(own, "-m", "pytest", LANE_TESTS, "-m", "lane and not once", *IN_PARALLEL, *session.posargs)
+    RESULTS.append(f"lane megatron-core {version} on Python {python_version(own)}: passed")
 
 
 def register_lanes() -> None:
     """One session per lane, named after its version."""
-    here = installed_lane()
+    here, interpreters = installed_lane(), apart()
     for version, pythons in LANES.items():
         name = f"lane-{version}"
         if version == here:
             nox.session(venv_backend="none", name=name)(lambda session: lane_in_place(session))
             continue
-        python = interpreter(pythons)
-        if python is None:
+        if version not in interpreters:
             reason = f"lane megatron-core {version}: not run, no Python {' or '.join(pythons)} found"
             RESULTS.append(reason)
             continue
 
         def run(session: nox.Session, version: str = version) -> None:
-            lane_apart(session, version)
+            lane_apart(session, version, interpreters[version])
 
-        nox.session(python=python, venv_backend="venv", name=name)(run)
+        nox.session(venv_backend="none", name=name)(run)
 
 
 register_lanes()
