@@ -21,6 +21,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "lane" in Path(str(item.fspath)).relative_to(Path(__file__).parent).parts[:1]:
             item.add_marker(pytest.mark.lane)
+        elif item.get_closest_marker("lane"):
+            raise pytest.UsageError(f"{item.nodeid} is marked as of lanes, which collect tests/lane alone")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -45,8 +47,18 @@ def megatron_on_cpu() -> str:
     quiet_logging(is_first_rank=False)
     import megatron.core.datasets.gpt_dataset
     import megatron.core.distributed
+    import megatron.core.models.gpt.gpt_layer_specs
     import megatron.core.models.gpt.gpt_model
     import megatron.core.optimizer
     import megatron.core.pipeline_parallel  # noqa: F401
+
+    # Every rank is a fork of this process, and would import for itself what only ranks import.
+    import hp_muon_plugin.megatron.build
+    import hp_muon_plugin.megatron.sharded_build
+    import hp_muon_plugin.models.canonical_init
+    import hp_muon_plugin.models.gpt
+    import hp_muon_plugin.muon.distributed.optimizer
+    import hp_muon_plugin.train.loop
+    import hp_muon_plugin.train.worker  # noqa: F401
 
     return str(core_version())
