@@ -97,6 +97,9 @@ def _run(
     require_training()
     import megatron.training.training  # noqa: F401  # once, before ranks are forked
 
+    import hp_muon_plugin.cli.script
+    import hp_muon_plugin.megatron.training_fixes  # noqa: F401
+
     results = run_ranks(num_ranks, rank or rank_of_script, line, timeout_s=280.0)
     codes = {code for code, _ in results}
     assert len(codes) == 1, results
