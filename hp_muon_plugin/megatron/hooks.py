@@ -17,7 +17,8 @@ from hp_muon_plugin.errors import HookError
 from hp_muon_plugin.megatron.versions import CoreVersion
 from hp_muon_plugin.platform import patching
 
-_OWN_PACKAGE = "hp_muon_plugin."
+_NOT_SEARCHED = frozenset({"hp_muon_plugin", "torch", "numpy", "sympy", "networkx", "mpmath"})
+"""Packages whose modules are not scanned: ours, and those below Megatron, with two thirds of all names of a process."""
 OPTIMIZER = "hp_muon"
 """By which Megatron's configuration names our optimizer."""
 ENTRY_CLASS = "EmergingOptimizerEntry"
@@ -275,7 +276,7 @@ def take_back(installed: Installed) -> None:
 
 
 def aliases(function: Any) -> list[tuple[ModuleType, str]]:
-    """Module attributes that are this very function, in all loaded modules but ours.
+    """Module attributes that are this very function, in all loaded modules but ours and those that Megatron stands on.
 
     Args:
         function: The function.
@@ -283,4 +284,4 @@ def aliases(function: Any) -> list[tuple[ModuleType, str]]:
     Returns:
         Pairs of module and attribute name.
     """
-    return patching.aliases(function, lambda name: not name.startswith(_OWN_PACKAGE))
+    return patching.aliases(function, lambda name: name.partition(".")[0] not in _NOT_SEARCHED)
