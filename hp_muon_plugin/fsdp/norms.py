@@ -8,6 +8,7 @@ from torch import nn
 from hp_muon_plugin.config.choices import OuterMode
 from hp_muon_plugin.fsdp.api import schedule_of
 from hp_muon_plugin.fsdp.schedule import Schedule
+from hp_muon_plugin.muon.clipping import norms_of
 from hp_muon_plugin.platform.collectives import AxisGroup, all_reduce_max, all_reduce_sum
 
 AxesOf = Callable[[nn.Parameter], Sequence[AxisGroup]]
@@ -35,9 +36,9 @@ def grad_norm(module: nn.Module, *, norm_type: float = 2.0, axes_of: AxesOf | No
     total = torch.zeros((), device=schedule.device)
     for axes, grads in _by_axes(schedule, axes_of).items():
         part = torch.zeros((), device=schedule.device)
-        norms = torch._foreach_norm(grads, norm_type, dtype=torch.float32) if grads else []
+        norms = norms_of(grads, norm_type)
         if norms:
-            stacked = torch.stack(list(norms))
+            stacked = torch.stack(norms)
             part = stacked.max() if is_max else stacked.square().sum()
         for axis in axes:  # 4 bytes; the host does not wait
             (all_reduce_max if is_max else all_reduce_sum)(part, axis)

@@ -17,7 +17,7 @@ from hp_muon_plugin.errors import ConfigError
 from hp_muon_plugin.layout.spec import ParamSpec
 from hp_muon_plugin.muon.baseline import BaselineAdamW
 from hp_muon_plugin.muon.distributed.agreement import check_job
-from hp_muon_plugin.muon.distributed.build import replicated_optimizer, sharded_optimizer
+from hp_muon_plugin.muon.distributed.build import norm_axes, replicated_optimizer, sharded_optimizer
 from hp_muon_plugin.muon.distributed.shards import axes_of, shards_of
 from hp_muon_plugin.muon.names import module_specs, named_specs, refuse_sharded
 from hp_muon_plugin.muon.optimizer import HpMuonOptimizer
@@ -98,17 +98,28 @@ def build_adamw(params: Params, **options: Any) -> BaselineAdamW:
         torch's AdamW, which clips by ``clip_grad`` first.
 
     Raises:
-        ConfigError: If an option is unknown or wrong.
+        ConfigError: If an option is unknown or wrong, or the parameters are shards of ``hp_fully_shard`` without
+            their model.
     """
     config = from_options(AdamW, options, prefix="optimizer")
     check_optimizer(config)
     specs = _specs(params)
+    shards = shards_of(params) if isinstance(params, torch.nn.Module) else []
+    is_ours = any(hasattr(param, "hp_shard") for param in specs)
+    if is_ours and not shards and config.clip_grad > 0:
+        raise ConfigError(
+            "params",
+            next(spec.name for param, spec in specs.items() if hasattr(param, "hp_shard")),
+            "is a shard of hp_fully_shard, and the norm of all gradients takes those of other ranks",
+            "pass the root of the model itself, or set optimizer.clip_grad=0",
+        )
+    axes, summed = norm_axes(shards) if is_ours and shards else ({}, {})
     trainable = {p: spec for p, spec in specs.items() if spec.trainable}
     groups = [
         {"params": [p for p, spec in trainable.items() if len(spec.shape) > 1], "weight_decay": config.weight_decay},
         {"params": [p for p, spec in trainable.items() if len(spec.shape) <= 1], "weight_decay": 0.0},
     ]
-    return BaselineAdamW([group for group in groups if group["params"]], specs, config)
+    return BaselineAdamW([group for group in groups if group["params"]], specs, config, axes=axes, summed=summed)
 
 
 def muon_groups(params: Sequence[torch.nn.Parameter], routes: Sequence[Route], config: HpMuon) -> list[dict[str, Any]]:

@@ -69,3 +69,17 @@ def clip_gradients(
     chosen = [grad for algorithm, grad in grads if not is_adamw_only or algorithm is Algorithm.adamw]
     if chosen and norm > clip_grad * (1 + _ROUNDING):
         torch._foreach_mul_(chosen, clip_grad / (norm + _NORM_EPS))
+
+
+def norms_of(grads: Sequence[torch.Tensor], norm_type: float = 2.0) -> list[torch.Tensor]:
+    """Norm of each gradient, in float32.
+
+    Args:
+        grads: Of any type, float64 too.
+        norm_type: 2 or ``inf``.
+
+    Returns:
+        0-dim float32 tensors.
+    """
+    single = [grad.float() if grad.dtype is torch.float64 else grad for grad in grads]
+    return list(torch._foreach_norm(single, norm_type, dtype=torch.float32)) if single else []

@@ -14,7 +14,7 @@ import torch
 from hp_muon_plugin.config.choices import MissingGrad, NonFinite
 from hp_muon_plugin.errors import GradientError
 from hp_muon_plugin.layout.spec import ParamSpec
-from hp_muon_plugin.muon.clipping import GradNorms
+from hp_muon_plugin.muon.clipping import GradNorms, norms_of
 from hp_muon_plugin.muon.routing import Algorithm
 from hp_muon_plugin.platform.collectives import AxisGroup, all_reduce_max, all_reduce_sum, group_device
 
@@ -90,10 +90,12 @@ def check_gradients(
         The finding.
 
     Raises:
-        GradientError: On every rank of ``agree``, if a parameter has a gradient on some ranks only, or was unfrozen.
+        GradientError: On every rank of ``agree``, if a parameter has a gradient on some ranks only, or was unfrozen,
+            or is of a kind that neither algorithm takes.
     """
     axes = axes or {}
     present = [gradient for gradient in gradients if gradient.value is not None]
+    _refuse_kinds(present)
     device = _device(present, [*agree, *axes.values()])
     squares, doubt = _squares(present, axes, device)
     has = torch.tensor([gradient.value is not None for gradient in gradients], dtype=torch.float32, device=device)
@@ -111,6 +113,17 @@ def check_gradients(
     if not answer[-3]:
         return GradientCheck(missing, (), GradNorms.from_squares(*answer[-2:]))
     return _look_closer(missing, present, agree, axes, device)
+
+
+def _refuse_kinds(present: Sequence[Gradient]) -> None:
+    for g in present:
+        assert g.value is not None
+        if g.value.layout is not torch.strided or g.value.is_complex():
+            kind = "complex" if g.value.is_complex() else "sparse"
+            raise GradientError(
+                f"{g.name}: a {kind} gradient, which neither Muon nor AdamW takes\n"
+                "  fix: build its layer with sparse=False and of real numbers, or freeze it (requires_grad=False)"
+            )
 
 
 def _look_closer(
@@ -154,7 +167,7 @@ def _squares(
             rows.index(g.axis if g.axis in axes else None) * len(_ALGORITHMS) + _ALGORITHMS.index(g.algorithm)
             for g in present
         ]
-        norms = torch.stack(torch._foreach_norm(list(values), 2, torch.float32))
+        norms = torch.stack(norms_of(values))
         sums.index_add_(0, torch.tensor(places, device=device), norms.square())
     table = sums.view(len(rows), len(_ALGORITHMS))
     doubt = (~torch.isfinite(sums)).any().float().reshape(1)

@@ -11,6 +11,7 @@ from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.layout.spec import ParamSpec
 from hp_muon_plugin.muon.blockwise import warn_of_blockwise
 from hp_muon_plugin.muon.clipping import GradNorms, clip_gradients
+from hp_muon_plugin.muon.copying import Copyable
 from hp_muon_plugin.muon.executor import Executor, ParamStep
 from hp_muon_plugin.muon.gradients import (
     OF_ANOTHER_RANK,
@@ -21,11 +22,13 @@ from hp_muon_plugin.muon.gradients import (
     refuse,
     unfrozen_names,
 )
+from hp_muon_plugin.muon.momenta import update_momenta
 from hp_muon_plugin.muon.plan import MuonPlan, build_plan
 from hp_muon_plugin.muon.routing import Algorithm
 from hp_muon_plugin.muon.scalar import SharedAdamW, adamw_defaults
 from hp_muon_plugin.muon.workspace import Workspace
 from hp_muon_plugin.platform.collectives import AxisGroup
+from hp_muon_plugin.platform.untraced import untraced
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +36,7 @@ MOVING_AVERAGE = "moving_average"
 SUM = "sum"
 
 
-class HpMuonOptimizer(torch.optim.Optimizer):
+class HpMuonOptimizer(Copyable):
     """Muon and AdamW over one list of parameter groups.
 
     Every group says which algorithm updates it (``algorithm``: ``muon`` or ``adamw``) and has its
@@ -78,7 +81,8 @@ class HpMuonOptimizer(torch.optim.Optimizer):
         super().__init__([self._complete(dict(group)) for group in groups], defaults={"algorithm": "muon"})
         device = next((p.device for group in self.param_groups for p in group["params"]), torch.device("cpu"))
         self._workspace = Workspace(device)
-        self._in_plan = self._planned()  # whatever becomes of groups later
+        self._in_plan = self._planned()
+        self._is_built = True
         self._executor = self._make_executor([self.specs[p] for p in self._in_plan])
         warn_of_blockwise(config, self.specs.values())
 
@@ -93,6 +97,10 @@ class HpMuonOptimizer(torch.optim.Optimizer):
         )
 
     @property
+    def _is_of_several_ranks(self) -> bool:
+        return bool(self._all_axes or self._agree)
+
+    @property
     def plan(self) -> MuonPlan:
         """What a Muon step does on this rank."""
         return self._executor.plan
@@ -102,6 +110,7 @@ class HpMuonOptimizer(torch.optim.Optimizer):
         """Matrices that this rank has orthogonalised since construction."""
         return self._executor.num_orthogonalized
 
+    @untraced  # lists of kernels and messages on buffers of its own: a trace gains nothing
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters from their ``.grad``, or none of them.
@@ -169,7 +178,7 @@ class HpMuonOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             if group["algorithm"] == Algorithm.muon:
                 steps |= {p: self._param_step(p, group) for p in group["params"]}
-        _update_momenta([step for step in steps.values() if step is not None])
+        update_momenta([step for step in steps.values() if step is not None])
         self._orthogonalize(steps)
         scalar = [group for group in self.param_groups if group["algorithm"] == Algorithm.adamw]
         self._adamw.step(scalar, self.state)
@@ -284,15 +293,3 @@ class HpMuonOptimizer(torch.optim.Optimizer):
         lr = float(group["lr"])
         decay, beta = 1 - lr * float(group["weight_decay"]), float(group["momentum"])
         return ParamStep(param.detach(), param.grad, self._momentum(param), decay, lr, beta)
-
-
-def _update_momenta(steps: Sequence[ParamStep]) -> None:
-    """``momentum <- beta * momentum + (1 - beta) * grad``, for whole lists of one type and beta at a time."""
-    same: dict[float, list[ParamStep]] = {}
-    for step in steps:
-        if step.grad.dtype is step.momentum.dtype:
-            same.setdefault(step.beta, []).append(step)
-        else:
-            step.momentum.mul_(step.beta).add_(step.grad, alpha=1 - step.beta)
-    for beta, alike in same.items():
-        torch._foreach_lerp_([step.momentum for step in alike], [step.grad for step in alike], 1 - beta)

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from hp_muon_plugin.config.optimizer import HpMuon
+from hp_muon_plugin.platform.untraced import untraced
 
 
 def adamw_defaults(config: HpMuon) -> dict[str, Any]:
@@ -46,6 +47,7 @@ class SharedAdamW:
         for key, value in inner.defaults.items():
             group.setdefault(key, value)
 
+    @untraced  # traced, it would take the groups that it was built with, and update nothing
     def step(self, groups: list[dict[str, Any]], state: Any) -> None:
         """One AdamW step.
 

@@ -53,7 +53,7 @@ def sharded_optimizer(
     device = next((local_part(shard.param).device for shard in shards), torch.device("cpu"))
     divided = _divided_axes(shards)
     shares = [_share(held, specs, config, device.type, is_divided=axis in divided) for axis, held in by_axis.items()]
-    axes, summed = _norm_axes(shards, divided)
+    axes, summed = norm_axes(shards, divided)
     return ShardedMuonOptimizer(
         groups,
         specs,
@@ -117,14 +117,23 @@ def replicated_optimizer(
     return ShardedMuonOptimizer(groups, specs, config, shares=[share], device=device, agree=[axis])
 
 
-def _norm_axes(
-    shards: Sequence[ShardOf], divided: Set[AxisGroup]
+def norm_axes(
+    shards: Sequence[ShardOf], divided: Set[AxisGroup] | None = None
 ) -> tuple[dict[str, AxisGroup], dict[torch.nn.Parameter, str]]:
     """Axes over whose ranks the parts of gradients lie, by name, and the name for each shard.
 
     Where each replica updates other parameters, replicas hold other gradients too, and the ranks of all replicas
     count together.
+
+    Args:
+        shards: All parameters of the model, in one order on all ranks.
+        divided: Axes whose replicas update different parameters. None: ask the ranks, all of which must call it.
+
+    Returns:
+        The axes, and the axis of each shard.
     """
+    if divided is None:
+        divided = _divided_axes(shards)
     axes: dict[str, AxisGroup] = {}
     summed: dict[torch.nn.Parameter, str] = {}
     names: dict[tuple[AxisGroup, AxisGroup | None], str] = {}
