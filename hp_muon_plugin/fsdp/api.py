@@ -15,6 +15,7 @@ from hp_muon_plugin.fsdp.mesh import ShardMesh
 from hp_muon_plugin.fsdp.placed import placed_shards
 from hp_muon_plugin.fsdp.policy import MixedPrecision, ScheduleOptions, UnitOptions
 from hp_muon_plugin.fsdp.schedule import Schedule
+from hp_muon_plugin.fsdp.stale import IGNORED, REPLACED, note_replaced, refuse_added
 from hp_muon_plugin.fsdp.unit import Unit
 from hp_muon_plugin.layout.bucket import Piece
 from hp_muon_plugin.layout.per_param import plan_layouts
@@ -28,7 +29,6 @@ _Kind = tuple[torch.dtype, bool, ShardMesh, AxisGroup]  # type, whether trainabl
 _UNIT = "_hp_fsdp_unit"
 _SCHEDULE = "_hp_fsdp_schedule"
 _MAKE_SCHEDULE = "_hp_fsdp_make_schedule"
-_REPLACED = "_hp_fsdp_replaced"  # on the whole parameters that units were made from
 
 
 def default_granularity(name: str, parameter: nn.Parameter) -> tuple[int, bool]:
@@ -122,8 +122,7 @@ def hp_fully_shard(
     is_number = isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool)
     unit = Unit(module, buckets, options, axes.near(int(reshard_after_forward or 0)) if is_number else None)
     setattr(module, _UNIT, unit)
-    for original in originals:
-        setattr(original.parameter, _REPLACED, True)
+    note_replaced(original.parameter for original in originals)
     for bucket in buckets:
         for parameter in bucket.parameters:
             parameter.register(parameter.sharded)
@@ -148,10 +147,20 @@ def _originals(module: nn.Module, ignored: set[nn.Parameter]) -> list[Original]:
         if id(child) in inner:
             continue
         for attribute, parameter in child._parameters.items():
-            if parameter is None or parameter in ignored or hasattr(parameter, "hp_shard"):
+            if parameter is None:
+                continue
+            if parameter in ignored:
+                setattr(parameter, IGNORED, True)
                 continue
             name = f"{prefix}.{attribute}" if prefix else attribute
-            if hasattr(parameter, _REPLACED):
+            if hasattr(parameter, "hp_shard"):
+                raise ConfigError(
+                    "module",
+                    name,
+                    "is in another unit already",
+                    "call hp_fully_shard on the layers first and on the whole model last, and tie weights before",
+                )
+            if hasattr(parameter, REPLACED):
                 raise ConfigError(
                     "module",
                     name,
@@ -214,12 +223,13 @@ def units_of(module: nn.Module) -> list[Unit]:
         The units.
     """
     found = (getattr(child, _UNIT, None) for child in module.modules())
-    return [unit for unit in found if unit is not None]
+    return list(dict.fromkeys(unit for unit in found if unit is not None))  # torch.compile's wrapper shows it twice
 
 
 def _new_schedule(root: Unit, options: ScheduleOptions, mode: OuterMode, wire: Wire) -> Schedule:
     names = {id(child): name for name, child in root.module.named_modules()}
     units = units_of(root.module)
+    refuse_added(root.module)
     for unit in units:
         unit.name = names[id(unit.module)] or type(unit.module).__name__
         unit.is_leaf = len(units_of(unit.module)) == 1

@@ -1,7 +1,9 @@
 """The parameters of a unit that share one all-gather and one reduce-scatter."""
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,11 +39,13 @@ class Bucket:
         layout: Where parameters lie.
         mesh: Ranks that shard and replicate it.
         parameters: In buffer order.
+        places: First element of each in this rank's shard.
         is_trainable: Whether its parameters have gradients; a bucket has only one kind.
         master: ``(shard_numel,)`` this rank's shard in the type of the parameters; the shards are views of it.
         compute: ``(shard_numel,)`` in the compute type: what is gathered. ``master`` itself if the types agree.
         reduce_dtype: Type of gradient buffers.
         grad: ``(shard_numel,)`` reduced gradient in ``reduce_dtype``, from :meth:`attach_grad`.
+        grad_views: The same for each parameter, in the shape of its shard.
         divisor: By what summed gradients are divided.
     """
 
@@ -66,12 +70,14 @@ class Bucket:
         self.divisor = float(mesh.size if divisor is None else divisor)
         self._take(first.dtype, first.device)
         by_name = {original.name: original for original in originals}
+        self.places = [layout.place_in_shard(index, shard_axis.index) for index in range(len(layout.placements))]
         self.parameters = [
             self._parameter(index, by_name[placement.name]) for index, placement in enumerate(layout.placements)
         ]
         self.grad: torch.Tensor | None = None
         self._packing = Packing(layout) if isinstance(layout, PerParamLayout) else None
-        self._grad_views: list[torch.Tensor] = []
+        self.grad_views: list[torch.Tensor] = []
+        self._published: dict[int, tuple[Any, int]] = {}  # gradients of another type, and their versions
 
     @property
     def is_sharded(self) -> bool:
@@ -95,7 +101,7 @@ class Bucket:
             original.name, original.parameter, original.places, placement, compute_dtype=self.compute_dtype
         )
         start, stop = self.layout.span(index, self.shard_axis.index)
-        place = self.layout.place_in_shard(index, self.shard_axis.index)
+        place = self.places[index]
         flat = self.master[place : place + stop - start]
         if not original.parameter.is_meta:
             with torch.no_grad():
@@ -115,7 +121,7 @@ class Bucket:
             parameter.full = nn.Parameter(
                 torch.empty(0, dtype=self.compute_dtype, device=whole.device), requires_grad=original.requires_grad
             )
-            place, count = self.layout.place_in_shard(index, self.shard_axis.index), info.stop - info.start
+            place, count = self.places[index], info.stop - info.start
             first = parameter.placement.offset + info.start
             self.master[place : place + count] = whole[first : first + count]
             parameter.shard(self.master[place : place + count], info.start, info.stop, original)
@@ -187,7 +193,7 @@ class Bucket:
             flat: ``(shard_numel,)`` in ``reduce_dtype``.
         """
         self.grad = flat
-        self._grad_views = [self._shard_view(flat, parameter) for parameter in self.parameters]
+        self.grad_views = [self._shard_view(flat, parameter) for parameter in self.parameters]
 
     def grad_view(self, parameter: Parameter) -> torch.Tensor:
         """Where a parameter's reduced gradient lies, after :meth:`attach_grad`.
@@ -198,7 +204,7 @@ class Bucket:
         Returns:
             A view in ``reduce_dtype`` of the shape of the shard.
         """
-        return self._grad_views[self.parameters.index(parameter)]
+        return self.grad_views[self.parameters.index(parameter)]
 
     def copy_from_replica(self, index: int) -> None:
         """Take one replica's shard. All ranks of the replicate axis must call it.
@@ -211,8 +217,7 @@ class Bucket:
         self.refresh()
 
     def _shard_view(self, flat: torch.Tensor, parameter: Parameter) -> torch.Tensor:
-        sharded = parameter.sharded
-        place = sharded.storage_offset() - self.master.storage_offset() if sharded.numel() else 0
+        sharded, place = parameter.sharded, self.places[self.parameters.index(parameter)]
         return flat[place : place + sharded.numel()].view(sharded.shape)
 
     @property
@@ -264,11 +269,30 @@ class Bucket:
             owners: Place on the replicate axis of who updates each parameter; the others' shards get no
                 gradient, so that optimizers keep no state for them. None: every replica updates all.
         """
-        for index, (parameter, view) in enumerate(zip(self.parameters, self._grad_views, strict=True)):
+        assert self.grad is not None
+        for index, (parameter, view) in enumerate(zip(self.parameters, self.grad_views, strict=True)):
             sharded = parameter.sharded
             if owners is not None and owners[index] != self.mesh.replicate.index:
                 continue
+            if not sharded.requires_grad:  # frozen since
+                continue
+            if not self._is_held(index):
+                view = self.grad_views[index] = self._shard_view(self.grad, parameter)
             if view.dtype is sharded.dtype:
                 sharded.grad = view
             else:
                 sharded.grad = view.to(sharded.dtype)
+                self._published[index] = weakref.ref(sharded.grad), sharded.grad._version
+
+    def is_published(self, index: int, grad: torch.Tensor) -> bool:
+        """Whether the gradient of a parameter's shard is what :meth:`publish` made it, so that the buffer holds it."""
+        if self.reduce_dtype is self.master.dtype:
+            return grad is self.grad_views[index] and self._is_held(index)
+        told, version = self._published.get(index, (lambda: None, 0))
+        return told() is grad and grad._version == version
+
+    def _is_held(self, index: int) -> bool:
+        """Whether a view of reduced gradients lies in the buffer still; ``module.to()`` and the like move it."""
+        assert self.grad is not None
+        view, place = self.grad_views[index], self.places[index]
+        return not view.numel() or view.data_ptr() == self.grad.data_ptr() + place * self.grad.element_size()

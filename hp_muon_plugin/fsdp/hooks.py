@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from hp_muon_plugin.fsdp.schedule import Schedule
 from hp_muon_plugin.fsdp.unit import Unit
+from hp_muon_plugin.platform.untraced import untraced
 
 
 class _Boundary(torch.autograd.Function):
@@ -39,6 +40,7 @@ class Hooks:
         module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
         module.register_forward_hook(self._after, prepend=False)
 
+    @untraced  # torch.compile breaks its graph here: collectives and counters are not for a trace
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         unit, schedule = self._unit, self._schedule_of(module)
         precision = unit.options.precision
@@ -59,6 +61,7 @@ class Hooks:
         args, kwargs = tree_unflatten(flat, spec)
         return args, kwargs
 
+    @untraced
     def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
         unit, schedule = self._unit, self._schedule_of(module)
         has_grad = torch.is_grad_enabled()

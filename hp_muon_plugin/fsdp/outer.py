@@ -12,6 +12,7 @@ import torch
 
 from hp_muon_plugin.config.choices import OuterMode
 from hp_muon_plugin.fsdp.bucket import Bucket
+from hp_muon_plugin.fsdp.changes import take_grads
 from hp_muon_plugin.platform.collectives import AxisGroup
 from hp_muon_plugin.platform.protocol import Collective, Expected, Handle, Wire
 from hp_muon_plugin.platform.wire import wait_for
@@ -100,8 +101,6 @@ class Group:
         """
         if self.is_added and self.is_partial:
             self._part(self.grad, bucket).add_(self._part(self.scratch, bucket))
-        elif self.is_added and not bucket.has_grad:
-            self._part(self.grad, bucket).zero_()
         self.num_settled += 1
 
     @property
@@ -191,6 +190,8 @@ class Group:
         if divisor != 1.0 and flat.dtype is not torch.float16:
             flat.div_(divisor)
         if flat is not self.grad:
+            for bucket in self.buckets:
+                take_grads(bucket, self._part(flat, bucket))
             self.grad.add_(flat)
         self.num_ready = self.num_settled = 0
         self.is_added = self.is_partial = False

@@ -16,6 +16,7 @@ from hp_muon_plugin.config.choices import OuterMode
 from hp_muon_plugin.fsdp.agreement import check_agreement, describe
 from hp_muon_plugin.fsdp.bucket import Bucket
 from hp_muon_plugin.fsdp.buffers import slots
+from hp_muon_plugin.fsdp.changes import take_weights
 from hp_muon_plugin.fsdp.grouping import make_groups
 from hp_muon_plugin.fsdp.parameter import Parameter
 from hp_muon_plugin.fsdp.policy import ScheduleOptions
@@ -140,6 +141,7 @@ class Schedule:
         for group in self.reducer.groups:
             group.wait_weights()
         for unit in self.units:
+            take_weights(unit)
             unit.has_kept = False
             for bucket in unit.buckets:
                 bucket.refresh()
@@ -259,6 +261,8 @@ class Schedule:
     def settle_weights(self) -> None:
         """Reshard, and bring every shard up to date with its owner's. All ranks must call it."""
         self.reshard()
+        for unit in self.units:
+            take_weights(unit)
         self._send_weights()
         for group in self.reducer.groups:
             group.wait_weights()
