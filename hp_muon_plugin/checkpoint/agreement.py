@@ -1,5 +1,7 @@
 """Steps that all ranks take together: one that fails stops all of them with its cause, and none waits for it."""
 
+import errno
+import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -128,6 +130,10 @@ class Team:
         return tuple(int(flag) for flag in flags)
 
 
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_CUT_SHORT = re.compile(
+    r"inline_container.*(unexpected pos|failed writing|write failed)"
+)  # torch's words for a full disk
 _Answer = tuple[str | None, Any]
 
 
@@ -138,7 +144,9 @@ def _attempt(function: Callable[[], Any]) -> _Answer:
     except HpMuonError as error:
         return str(error), None
     except Exception as error:  # it stops all ranks
-        return f"{type(error).__name__}: {error}", None
+        is_full = isinstance(error, OSError) and error.errno in _NO_ROOM
+        room = "\n  fix: make room on the disk, or save elsewhere" if is_full or _CUT_SHORT.search(str(error)) else ""
+        return f"{type(error).__name__}: {error}{room}", None
 
 
 def _raise_first(what: str, answers: list[_Answer]) -> None:

@@ -18,6 +18,8 @@ _FULL_KEY = re.compile(r"^\s*full_key: (\S+)$", re.MULTILINE)
 _BAD_VALUE = re.compile(r"^(?:Invalid v|V)alue '(?P<value>.*?)',?(?P<why> .*)$", re.MULTILINE)
 _NO_VALUE = re.compile(r"Error parsing override '([^']+)'\s+missing EQUAL")
 _COMMAS = re.compile(r"Ambiguous value for argument '([^'=]+)=([^']+)'")
+_MERGING = re.compile(r"Error merging override (\S+?)=(.*)")
+_GRAMMAR = "basic for details"  # where Hydra's parser sends its readers
 _ABSENT_PART = re.compile(r"\+{0,2}(model\.(moe|mla))[.=]")
 
 
@@ -47,6 +49,17 @@ def explain(error: BaseException, overrides: list[str]) -> str:
     commas = _COMMAS.search(text)
     if commas:
         return _commas(commas[1], commas[2])
+    merging = _MERGING.search(text)
+    if merging and "is not a ListConfig" in text:
+        return _no_list(merging[1], merging[2].strip())
+    if merging and "incompatible with type hint 'float'" in text:
+        return (
+            f"{merging[1]}={merging[2].strip()}: has whole numbers among numbers with a point\n  fix: write 2.0 for 2"
+        )
+    if _GRAMMAR in text:
+        option, sign, given = _unreadable(error).partition("=")
+        if sign:
+            return _unquoted(option, given)
     if "NoneType" in text or "is None" in text:  # OmegaConf's 2.3 and 2.4, for a part of the model that is null
         written = [found for found in map(_ABSENT_PART.match, overrides) if found]
         if written:
@@ -63,6 +76,16 @@ def _chain(error: BaseException) -> str:
         texts.append(str(current))
         current = current.__cause__
     return "\n".join(texts)
+
+
+def _unreadable(error: BaseException) -> str:
+    """The override that Hydra's parser gave up on."""
+    current: BaseException | None = error
+    while current is not None:
+        if getattr(current, "override", None):
+            return str(current.override)  # type: ignore[attr-defined]
+        current = current.__cause__
+    return ""
 
 
 def _full_key(text: str) -> str:
@@ -98,6 +121,19 @@ def _commas(option: str, value: str) -> str:
         f"{option}={value}: has commas, which make a list, a text or several runs\n"
         f"  fix: write '{option}=\"{value}\"' for a text, {option}=[{value}] for a list, "
         "or add -m to run each of them"
+    )
+
+
+def _no_list(option: str, value: str) -> str:
+    has_rows = value.startswith("[")
+    example = f"{option}=[[3.0,-4.0,2.0]], one row for each step" if has_rows else f"'{option}=[{value}]'"
+    return f"{option}={value}: needs a list{' of rows' if has_rows else ''}\n  fix: write {example}"
+
+
+def _unquoted(option: str, value: str) -> str:
+    return (
+        f"{option}={value}: cannot be read: spaces, signs and letters outside ASCII need quotes of their own\n"
+        f"  fix: write '{option}=\"{value}\"'"
     )
 
 

@@ -16,6 +16,8 @@ _USAGE = """usage: hp-muon COMMAND ...
   plan [OVERRIDE ...]    the same run's ranks, layout, bytes by link, memory and routing; nothing starts
   bench newton-schulz    polar factors: ours against peers, with the machine's floor; --help lists options
   bench fsdp             sharded data parallelism: ours against torch's fully_shard
+  bench trainer          a step of our trainer under every wrapper
+  bench optimizer        a distributed Muon step: every strategy of ours, and its peers
   ckpt convert SRC DST --to FORMAT
                          any checkpoint into any format, optimizer state included; also
                          ckpt inspect SRC, ckpt diff A B, ckpt verify SRC; --help lists options

@@ -1,6 +1,7 @@
 """A unit: the parameters of a module that are gathered, resharded and reduced together."""
 
 from enum import Enum, auto
+from typing import Any
 
 import torch
 from torch import nn
@@ -70,6 +71,13 @@ class Unit:
         self._near, self._kept, self.has_kept = near, list[torch.Tensor](), False
         self.trainable = [bucket for bucket in buckets if bucket.is_trainable]
         self._missing: set[int] = set()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse ``copy.deepcopy`` and ``pickle`` of the model."""
+        raise TypeError(
+            f"{self.name}: what hp_fully_shard divided holds buffers and process groups, which can't be copied\n"
+            "  fix: copy it before, or take its values by fsdp.whole.full_state_dict or state_dict()"
+        )
 
     @property
     def weight_bytes(self) -> int:

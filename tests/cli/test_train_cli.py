@@ -31,6 +31,9 @@ from cli.commands import CLI, TINY, hp_muon
         (["steps"], "hp-muon: steps: is no option with a value\n  fix: write option=value, e.g. run.steps=100"),
         (["data.split=80,20,0"], """data.split=80,20,0: has commas, which make a list, a text or several runs
   fix: write 'data.split="80,20,0"' for a text"""),
+        (["run.dir=/tmp/l\u00e4uf"], """need quotes of their own\n  fix: write 'run.dir="/tmp/l\u00e4uf"'"""),
+        (["optimizer.muon_params=a.b"], "muon_params=a.b: needs a list\n  fix: write 'optimizer.muon_params=[a.b]'"),
+        (["optimizer.coefficients=[[1,2,3]]"], "has whole numbers among numbers with a point\n  fix: write 2.0 for 2"),
         (['data.split="1,0,0"'], """fix: e.g. 'data.split="90,10,0"'"""),
         (["run.dir=/proc/nope"], "hp-muon: run.dir=/proc/nope: cannot be written to (/proc/nope: No such file"),
         (["run.dir=/etc/passwd"], "hp-muon: run.dir=/etc/passwd: cannot be written to (/etc/passwd: File exists)"),

@@ -138,6 +138,8 @@ def _refusals(launch: Launch) -> list[str]:
     refused(lambda model: model.layers[0].register_parameter("more", nn.Parameter(torch.ones(2))))
     refused(lambda model: model.embedding.requires_grad_(True))
     refused(lambda model: hp_fully_shard(model.head, init_device_mesh("cpu", (launch.world_size,))))
+    with pytest.raises(TypeError, match="can't be copied"):
+        copy.deepcopy(_models(launch)[0])
     for build in (torch.optim.AdamW, build_optimizer, build_adamw):
         made: list[Any] = []
 
