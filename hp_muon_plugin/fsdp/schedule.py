@@ -40,6 +40,7 @@ class Schedule:
         self.in_backward = False
         self._order = list(self.units)  # as observed in the last forward
         self._seen: list[Unit] = []
+        self._take_weights()
         self._check_agreement(mode)
         reach = [bucket for unit in reversed(self.units) for bucket in unit.trainable]
         groups = make_groups(reach, mode, options.outer_bucket_bytes)
@@ -140,12 +141,16 @@ class Schedule:
         self.reshard()  # what an earlier pass left gathered may be out of date
         for group in self.reducer.groups:
             group.wait_weights()
+        self._take_weights()
         for unit in self.units:
-            take_weights(unit)
             unit.has_kept = False
             for bucket in unit.buckets:
                 bucket.refresh()
         self._send_weights()
+
+    def _take_weights(self) -> None:
+        for unit in self.units:
+            take_weights(unit)
 
     def _send_weights(self) -> None:
         for group in reversed(self.reducer.groups):
@@ -261,8 +266,7 @@ class Schedule:
     def settle_weights(self) -> None:
         """Reshard, and bring every shard up to date with its owner's. All ranks must call it."""
         self.reshard()
-        for unit in self.units:
-            take_weights(unit)
+        self._take_weights()
         self._send_weights()
         for group in self.reducer.groups:
             group.wait_weights()

@@ -21,17 +21,20 @@ Pair = tuple[nn.Module, nn.Module]
 Change = Callable[[nn.Module, int], Any]
 
 
-def _models(launch: Launch, prepare: Callable[[nn.Module], Any] | None = None, **options: Any) -> Pair:
+def _models(
+    launch: Launch, prepare: Callable[[nn.Module], Any] | None = None, *, outer: str = "", **options: Any
+) -> Pair:
     """A sharded model, and the same in one process."""
     torch.manual_seed(1)
     whole = Language([Block(WIDTH) for _ in range(2)], is_tied=False)
     model = copy.deepcopy(whole)
     if prepare is not None:
         prepare(model)
-    mesh = init_device_mesh("cpu", (launch.world_size,))
+    replicas = (2,) if outer else ()
+    mesh = init_device_mesh("cpu", (*replicas, launch.world_size // 2 if outer else launch.world_size))
     for layer in model.layers:
         hp_fully_shard(layer, mesh, **options)
-    return hp_fully_shard(model, mesh, **options), whole
+    return hp_fully_shard(model, mesh, **({"outer": outer} if outer else {}), **options), whole
 
 
 def _backward(pair: Pair, launch: Launch, index: int, run: Callable[..., Any] | None = None) -> None:
@@ -107,6 +110,13 @@ def _assigned(model: nn.Module, index: int) -> list[nn.Parameter]:
 def test_as_in_one_process(change: Change, clears: bool) -> None:
     """Gradients that an optimizer had cleared were added again while others of the bucket were not cleared."""
     for difference in run_ranks(2, _trained, change, {}, clears):
+        assert difference < 1e-6
+
+
+@pytest.mark.parametrize("change", [_in_turn, _assigned])
+def test_as_in_one_process_where_replicas_own_parameters(change: Change) -> None:
+    """Weights that were assigned before the first step were lost when buffers for replicas took their place."""
+    for difference in run_ranks(4, _trained, change, {"outer": "shard"}, True):
         assert difference < 1e-6
 
 
