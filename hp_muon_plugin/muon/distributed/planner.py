@@ -239,11 +239,15 @@ class _Planner:
         return kind.gram_flops if route.has_factors else kind.flops
 
     def batches(self, routes: dict[int, Route], owners: dict[int, int], max_bytes: int) -> list[Batch]:
-        """Batches of one route each, the costliest items first, so that each has work for all ranks."""
+        """Batches of one route each, of items of like costs, so that each has work for all ranks.
+
+        Those come first of which backward has all gradients first.
+        """
         found = []
         for route in Route:
             members = [index for index in self._cut if routes[index] is route]
-            members.sort(key=lambda index: (-self._owned_flops(index, route), index))
+            # of equal ones the last first: their gradients are
+            members.sort(key=lambda index: (-self._owned_flops(index, route), -index))
             taken: list[int] = []
             used = 0
             for index in members:
@@ -255,4 +259,5 @@ class _Planner:
                 used += size
             if taken:
                 found.append(taken)
+        found.sort(key=lambda taken: -min(self._items[index].param for index in taken))
         return [Batch(routes[taken[0]], tuple(taken), tuple(owners[index] for index in taken)) for taken in found]
