@@ -11,6 +11,7 @@ from hp_muon_plugin.models.muon_shares import PlannedShare, StageShares, device_
 from hp_muon_plugin.models.shard_plan import ShardPlan
 from hp_muon_plugin.models.shard_topology import links
 from hp_muon_plugin.muon.distributed.footprint import Footprint
+from hp_muon_plugin.muon.distributed.plan import UNDER_WAY
 from hp_muon_plugin.muon.rates import Rates
 from hp_muon_plugin.muon.table import matrices_text
 
@@ -55,7 +56,19 @@ def muon_lines(config: Train, shards: Sequence[ShardPlan], specs: Sequence[Param
                 f"    {kind[0].sent.num_weights} of its parameters are updated by one replica each and sent over the "
                 f"{between[kind[0].is_expert]} link (dp.outer=replicate, optimizer.divide_replicas={divide})"
             )
+    if config.optimizer.overlap_backward:
+        lines.append(f"  {_early_text(stage)} (optimizer.overlap_backward)")
     return [*lines, *_rank_lines(config, stage, rates)]
+
+
+def _early_text(stage: StageShares) -> str:
+    """What may begin before the step; one axis only, as all use the same buffers."""
+    for shares in stage.kinds:
+        batches = max(len(share.plan.batches) for share in shares)
+        if batches:
+            axis = shares[0].plan.axis
+            return f"exchanges over {axis} that begin while backward runs: {min(UNDER_WAY, batches)} of {batches}"
+    return "nothing is exchanged that could begin while backward runs"
 
 
 def _kind_lines(stage: StageShares, shares: Sequence[PlannedShare], link: str) -> Iterator[str]:

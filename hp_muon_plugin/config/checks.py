@@ -14,6 +14,7 @@ from hp_muon_plugin.config.dp_checks import dp_errors
 from hp_muon_plugin.config.model_checks import model_errors
 from hp_muon_plugin.config.optimizer import AdamW, HpMuon
 from hp_muon_plugin.config.optimizer_checks import optimizer_errors
+from hp_muon_plugin.config.overlap_checks import overlap_errors
 from hp_muon_plugin.config.qk_clip_checks import qk_clip_errors
 from hp_muon_plugin.config.ranges import check_ranges
 from hp_muon_plugin.config.topology_checks import data_parallel_size, topology_errors
@@ -35,6 +36,7 @@ _CHECKS: tuple[tuple[frozenset[str], _Check], ...] = (
     (frozenset({"data"}), lambda config, _: data_errors(config.data)),
     (frozenset({"dp", "topology", "model"}), lambda config, world_size: dp_errors(config, world_size)),
     (frozenset({"optimizer", "model", "topology"}), lambda config, _: qk_clip_errors(config)),
+    (frozenset({"optimizer", "topology"}), lambda config, _: overlap_errors(config)),
     (frozenset({"checkpoint"}), lambda config, _: checkpoint_errors(config.checkpoint)),
     (frozenset(), lambda config, _: _precision_errors(config)),
 )

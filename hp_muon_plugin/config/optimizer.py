@@ -90,6 +90,9 @@ class HpMuon:
     divide_replicas: bool | None = None
     """Whether ranks that hold the same weights divide the matrices and send each other the new weights, instead of
     computing the same updates; null divides what takes longer to compute than to send."""
+    overlap_backward: bool = False
+    """Begin the exchange of matrices during backward, as soon as their gradients are reduced (HP-FSDP and HP-HSDP).
+    Needs gradients that nothing changes after backward, and so no clipping of Muon's."""
     comm_dtype: FloatDtype = FloatDtype.float32
     """Type in which parts of matrices and updates are sent between ranks; Gram matrices are sent in float32."""
     max_peers: int | None = number(None, least=1, example=64)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from hp_muon_plugin.config.choices import FloatDtype, ScaleMode, Schedule, TensorParallelMode
+from hp_muon_plugin.config.choices import ClipMode, FloatDtype, ScaleMode, Schedule, TensorParallelMode
 from hp_muon_plugin.config.optimizer import AdamW, HpMuon
 from hp_muon_plugin.errors import ConfigError
 
@@ -23,6 +23,7 @@ def optimizer_errors(config: HpMuon | AdamW) -> Iterator[ConfigError]:
         yield from _adamw_lr_errors(config)
         yield from _schedule_errors(config)
         yield from _tp_mode_errors(config)
+        yield from _overlap_errors(config)
         for option in ("comm_dtype", "momentum_dtype"):
             if getattr(config, option) is FloatDtype.float16:
                 yield ConfigError(
@@ -80,4 +81,15 @@ def _tp_mode_errors(config: HpMuon) -> Iterator[ConfigError]:
             config.ns_dtype,
             "optimizer.tp_mode=distributed sums and iterates float32 Gram matrices",
             "leave optimizer.ns_dtype out, or take optimizer.tp_mode=owner",
+        )
+
+
+def _overlap_errors(config: HpMuon) -> Iterator[ConfigError]:
+    if config.overlap_backward and config.clip_grad > 0 and config.clip_mode is ClipMode.all:
+        yield ConfigError(
+            "optimizer.overlap_backward",
+            "true",
+            f"sends what is made of gradients before their norm is known, and optimizer.clip_grad={config.clip_grad:g} "
+            "scales them by it",
+            "set optimizer.clip_mode=adamw_only, which leaves Muon's gradients as they are, or optimizer.clip_grad=0",
         )

@@ -19,7 +19,7 @@ from hp_muon_plugin.fsdp.stale import IGNORED, REPLACED, note_replaced, refuse_a
 from hp_muon_plugin.fsdp.unit import Unit
 from hp_muon_plugin.layout.bucket import Piece
 from hp_muon_plugin.layout.per_param import plan_layouts
-from hp_muon_plugin.muon.distributed.shards import SHARDS
+from hp_muon_plugin.muon.distributed.shards import LISTEN, SHARDS
 from hp_muon_plugin.platform.collectives import AxisGroup
 from hp_muon_plugin.platform.wire import C10dWire, Wire
 
@@ -128,6 +128,7 @@ def hp_fully_shard(
             parameter.register(parameter.sharded)
     schedule_options = ScheduleOptions(prefetch, outer_bucket_bytes)
     setattr(module, SHARDS, lambda: placed_shards(schedule_of(module)))
+    setattr(module, LISTEN, lambda listener: schedule_of(module).reducer.listen(listener))
     setattr(module, _MAKE_SCHEDULE, lambda: _new_schedule(unit, schedule_options, OuterMode(outer), wire))
     Hooks(unit, schedule_of)
     return module

@@ -8,6 +8,7 @@ from hp_muon_plugin.fsdp.bucket import Bucket
 from hp_muon_plugin.fsdp.buffers import Slot, slots
 from hp_muon_plugin.fsdp.outer import Group
 from hp_muon_plugin.fsdp.unit import Unit
+from hp_muon_plugin.muon.distributed.shards import GradientListener
 from hp_muon_plugin.platform.wire import Wire, wait_for
 
 _NUM_GRAD_SLOTS = 2  # one being written, one being reduced
@@ -20,11 +21,13 @@ class Reducer:
         groups: Reductions between replicas.
         syncs: Whether backward reduces gradients; False accumulates them whole.
         all_reduces: Whether backward sums over replicas too; False accumulates sums over the shard axis.
+        listener: Who is told what is reduced while backward runs; None publishes all gradients at its end.
     """
 
     def __init__(self, units: Sequence[Unit], groups: Sequence[Group], wire: Wire, device: torch.device) -> None:
         self.groups, self._wire, self._device = list(groups), wire, device
         self.syncs = self.all_reduces = True
+        self.listener: GradientListener | None = None
         self._group = {id(bucket): group for group in groups for bucket in group.buckets}
         self._queue: list[Unit] = []
         self._settling: Unit | None = None
@@ -43,6 +46,7 @@ class Reducer:
         Args:
             order: Units as forward ran them, then those that did not run; the same on every rank.
         """
+        self.forget()
         self._queue = [unit for unit in reversed(order) if unit.trainable]
         if self.syncs and self.all_reduces:
             for group in self.groups:
@@ -81,10 +85,30 @@ class Reducer:
         if not self.syncs:
             return
         for group in self.groups:
-            if self.all_reduces:
-                group.finish()
-            else:
+            if not self.all_reduces:
                 group.keep_partial()
+            elif group.is_full:
+                self._finish(group)
+
+    def listen(self, listener: GradientListener) -> None:
+        """Tell somebody what is reduced while backward runs, instead of whoever was told before.
+
+        Args:
+            listener: All ranks pass an equal one.
+        """
+        self.forget()
+        self.listener = listener
+
+    def forget(self) -> None:
+        """All ranks are about to change reduced gradients: the listener is not to rely on them."""
+        if self.listener is not None:
+            self.listener.begun()
+
+    def _finish(self, group: Group) -> None:
+        """Publish a group's gradients, its sum being under way or done."""
+        group.finish()
+        if self.listener is not None:
+            self.listener.reduced([parameter.sharded for bucket in group.buckets for parameter in bucket.parameters])
 
     def release(self) -> None:
         """Give up the memory of reduced gradients between steps. Their values are lost, views of them stay."""
@@ -125,3 +149,5 @@ class Reducer:
             group.settle(bucket)
             if self.all_reduces and group.is_full:
                 group.begin(self._wire)
+                if self.listener is not None and group.axis.size == 1:  # there is no sum to wait for
+                    self._finish(group)

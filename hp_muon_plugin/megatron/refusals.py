@@ -7,6 +7,7 @@ import torch
 
 from hp_muon_plugin.errors import ConfigError, raise_all
 from hp_muon_plugin.layout.spec import ParamSpec
+from hp_muon_plugin.megatron.groups import MegatronGroups
 from hp_muon_plugin.megatron.views import down_projection_pieces
 from hp_muon_plugin.muon.gradients import listed
 from hp_muon_plugin.muon.names import refuse_sharded
@@ -133,3 +134,34 @@ def refuse_own_qk_clip(chunks: Sequence[torch.nn.Module]) -> None:
                 "megatron-core scales bf16 weights and not the masters of this optimizer, which overwrite them",
                 "set qk_clip=False in TransformerConfig, and install({'qk_clip': 100.0}) or another threshold",
             )
+
+
+def refuse_late_gradients(chunks: Sequence[torch.nn.Module], groups: MegatronGroups) -> None:
+    """``overlap_backward`` where megatron-core's ``finalize_model_grads`` changes gradients after backward.
+
+    Args:
+        chunks: Model chunks.
+        groups: Megatron's groups.
+
+    Raises:
+        ConfigError: Naming what changes them.
+    """
+    config: Any = chunks[0].config
+    late: list[tuple[str, object, str]] = []
+    if groups.tp.size > 1:
+        late.append(("tp", groups.tp.size, "adds up gradients of weights that tensor-parallel ranks hold whole"))
+    if groups.dense_stats.size > groups.tp.size:
+        late.append(("pp", groups.dense_stats.size // groups.tp.size, "adds up those of embeddings on two stages"))
+    if config.calculate_per_token_loss:
+        late.append(("calculate_per_token_loss", True, "divides gradients by the tokens of the whole step"))
+    raise_all(
+        [
+            ConfigError(
+                "optimizer.overlap_backward",
+                f"true with {name}={value}",
+                f"begins a step with gradients as backward leaves them, and megatron-core {why} afterwards",
+                "set optimizer.overlap_backward=false",
+            )
+            for name, value, why in late
+        ]
+    )

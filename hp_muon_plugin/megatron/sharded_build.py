@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_f
 
 from hp_muon_plugin.config.choices import MissingGrad, OuterMode
 from hp_muon_plugin.config.optimizer import AdamW, HpMuon, ScalarAdamW
-from hp_muon_plugin.errors import ConfigError
+from hp_muon_plugin.errors import ConfigError, HpMuonError
 from hp_muon_plugin.fsdp.bucket import Bucket
 from hp_muon_plugin.fsdp.mesh import ShardMesh
 from hp_muon_plugin.fsdp.parameter import Parameter
@@ -26,10 +26,11 @@ from hp_muon_plugin.megatron.norms import CountedParam, counts_here
 from hp_muon_plugin.megatron.optimizer import HpMuonMegatronOptimizer
 from hp_muon_plugin.megatron.optimizer_state import as_megatrons_adamw
 from hp_muon_plugin.megatron.param_groups import divide_groups, upstream_groups
-from hp_muon_plugin.megatron.refusals import refuse_unreduced
+from hp_muon_plugin.megatron.refusals import refuse_late_gradients, refuse_unreduced
 from hp_muon_plugin.megatron.sharded_checkpoint import of_owner
 from hp_muon_plugin.megatron.sharded_model import HpFsdpModel
 from hp_muon_plugin.megatron.specs import chunk_specs
+from hp_muon_plugin.muon.distributed.ahead import Reductions
 from hp_muon_plugin.muon.distributed.items import ShardedParam
 from hp_muon_plugin.muon.distributed.optimizer import ShardedMuonOptimizer
 from hp_muon_plugin.muon.distributed.share import Held, Share, divided_share
@@ -49,6 +50,24 @@ class ShardedMegatronOptimizer(HpMuonMegatronOptimizer):
     chunks: Sequence[HpFsdpModel] = ()
     is_adamw_only = False
     """Whether no rank has a matrix for Muon, by choice."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """See :meth:`HpMuonMegatronOptimizer.zero_grad`."""
+        self.optimizer.withdraw()
+        super().zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def prepare_grads(self) -> bool:
+        """See :meth:`HpMuonMegatronOptimizer.prepare_grads`."""
+        try:
+            return super().prepare_grads()
+        except HpMuonError:
+            self.optimizer.withdraw()
+            raise
+
+    def _clip(self, clip_grad: float) -> float:
+        with self.optimizer.own_clipping():
+            return super()._clip(clip_grad)
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
@@ -140,6 +159,8 @@ def build_sharded_optimizer(
             "optimizer.missing_grad", "error", "dp=hp_fsdp reduces a zero for a missing gradient", "set it to leave"
         )
     groups = sharded_groups(chunks)
+    if options.overlap_backward:
+        refuse_late_gradients(chunks, groups)
     built = _Builder()
     with _all_whole(chunks) as homes:
         specs = chunk_specs(chunks, options, groups)
@@ -168,6 +189,7 @@ def build_sharded_optimizer(
         axes=groups.axes,
         shares=built.shares(muon, chunks, options),
         device=chunks[0].schedule.device,
+        reductions=Reductions(chunks[0].schedule.reducer.listen, lambda shard: getattr(shard, "main_grad", None)),
     )
     optimizer = ShardedMegatronOptimizer(inner, config, built.pairs, built.counted, groups)
     optimizer.chunks, optimizer.is_adamw_only = tuple(chunks), route is all_adamw
@@ -248,7 +270,7 @@ class _Builder:
                     for index, parameter in enumerate(bucket.parameters):
                         if parameter.full in muon and chunk.is_owned(bucket, parameter):
                             main = self._mains.get(parameter.sharded)
-                            told = (ShardedParam(muon[parameter.full], cuts(bucket, index)), main)
+                            told = (ShardedParam(muon[parameter.full], cuts(bucket, index)), main, parameter.sharded)
                             found.setdefault((bucket.shard_axis, bucket.mesh.replicate), []).append(told)
         has_owners = chunks[0].options.outer is not OuterMode.replicate
         return [

@@ -190,11 +190,13 @@ class HpFsdpModel(DistributedDataParallel):  # type: ignore[misc]  # megatron-co
         Args:
             scaling_factor: A number or a 0-dim tensor.
         """
+        self.schedule.reducer.forget()
         for group in self.schedule.reducer.groups:
             group.grad.mul_(scaling_factor)
 
     def zero_grad_buffer(self) -> None:
         """Begin a step: the next gradients replace the old ones."""
+        self.schedule.reducer.forget()
         for group in self.schedule.reducer.groups:
             group.grad.zero_()
         for _, parameter in self.sharded():

@@ -17,8 +17,9 @@ from hp_muon_plugin.errors import ConfigError
 from hp_muon_plugin.layout.spec import ParamSpec
 from hp_muon_plugin.muon.baseline import BaselineAdamW
 from hp_muon_plugin.muon.distributed.agreement import check_job
+from hp_muon_plugin.muon.distributed.ahead import overlap_error
 from hp_muon_plugin.muon.distributed.build import norm_axes, replicated_optimizer, sharded_optimizer
-from hp_muon_plugin.muon.distributed.shards import axes_of, shards_of
+from hp_muon_plugin.muon.distributed.shards import LISTEN, axes_of, shards_of
 from hp_muon_plugin.muon.names import module_specs, named_specs, refuse_sharded
 from hp_muon_plugin.muon.optimizer import HpMuonOptimizer
 from hp_muon_plugin.muon.routing import Algorithm, Route, route_parameters
@@ -81,9 +82,11 @@ def build_optimizer(params: Params, **options: Any) -> HpMuonOptimizer:
         )
     groups = muon_groups(list(specs), routes, config)
     if shards:
-        return sharded_optimizer(shards, groups, specs, config)
+        return sharded_optimizer(shards, groups, specs, config, listen=getattr(params, LISTEN, None))
     if world:
         return replicated_optimizer(world, groups, specs, config)
+    if config.overlap_backward:
+        raise overlap_error("a model that is not sharded", "there is nothing to exchange")
     return HpMuonOptimizer(groups, specs, config)
 
 

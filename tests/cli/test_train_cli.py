@@ -151,6 +151,17 @@ def test_plan_says_what_ranks_with_the_same_weights_divide(tmp_path: Path) -> No
     assert "broadcast" not in undivided
 
 
+def test_plan_says_what_begins_while_backward_runs(tmp_path: Path) -> None:
+    arguments = ["model=tiny_dense", "dp=hp_fsdp", "topology.ranks=1,4", "optimizer.clip_mode=adamw_only"]
+    done = hp_muon("train", "--dry-run", "-m", *arguments, "optimizer.overlap_backward=false,true", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if "(optimizer.overlap_backward)" in line]
+    assert lines == [
+        "  nothing is exchanged that could begin while backward runs (optimizer.overlap_backward)",
+        "  exchanges over dp that begin while backward runs: 1 of 1 (optimizer.overlap_backward)",
+    ]
+
+
 def test_hydras_flags_stand_anywhere(tmp_path: Path) -> None:
     """`-m` behind an override was "unrecognized arguments"."""
     done = hp_muon("train", "run.steps=50", "-m", "optimizer.lr=0.1,0.2", "run.dry=true", folder=tmp_path)

@@ -1,6 +1,6 @@
 """Building the optimizer of a sharded model in plain PyTorch."""
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -10,10 +10,11 @@ from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.errors import ConfigError
 from hp_muon_plugin.layout.cuts import Cuts
 from hp_muon_plugin.layout.spec import ParamSpec
+from hp_muon_plugin.muon.distributed.ahead import Reductions
 from hp_muon_plugin.muon.distributed.items import ShardedParam
 from hp_muon_plugin.muon.distributed.optimizer import ShardedMuonOptimizer
 from hp_muon_plugin.muon.distributed.planner import BATCH_BYTES
-from hp_muon_plugin.muon.distributed.shards import ShardOf, axes_of, local_part
+from hp_muon_plugin.muon.distributed.shards import GradientListener, ShardOf, axes_of, local_part
 from hp_muon_plugin.muon.distributed.share import Share, divided_share
 from hp_muon_plugin.muon.rates import Rates
 from hp_muon_plugin.muon.routing import Algorithm
@@ -30,6 +31,7 @@ def sharded_optimizer(
     wire: Wire | None = None,
     rates: Rates | None = None,
     max_batch_bytes: int = BATCH_BYTES,
+    listen: Callable[[GradientListener], None] | None = None,
 ) -> ShardedMuonOptimizer:
     """Muon over the shards of a model, AdamW over those that Muon does not take.
 
@@ -41,6 +43,7 @@ def sharded_optimizer(
         wire: Collectives; None takes torch.distributed.
         rates: By which ``strategy=auto`` chooses; None takes the device's default.
         max_batch_bytes: See :func:`~hp_muon_plugin.muon.distributed.planner.share_plan`.
+        listen: Lets the model tell what backward has reduced; None if it cannot.
 
     Returns:
         The optimizer.
@@ -67,6 +70,7 @@ def sharded_optimizer(
         wire=wire,
         rates=rates,
         max_batch_bytes=max_batch_bytes,
+        reductions=None if listen is None else Reductions(listen, lambda shard: shard.grad),
     )
 
 
@@ -83,7 +87,11 @@ def _share(
     if is_divided or any(shard.replicas != replicas for shard in held):
         replicas = AxisGroup.single("undivided")
     told = [
-        (ShardedParam(specs[shard.param], shard.cuts), shard.param if local_part(shard.param).numel() else None)
+        (
+            ShardedParam(specs[shard.param], shard.cuts),
+            shard.param if local_part(shard.param).numel() else None,
+            shard.param,
+        )
         for shard in held
     ]
     return divided_share(axis, replicas, told, config, device)

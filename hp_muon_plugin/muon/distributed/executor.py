@@ -1,22 +1,45 @@
 """Running a share plan: local matrices, and the batches of shared ones with two under way at a time."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Generator, Mapping, Set
+from dataclasses import dataclass, replace
 
 from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.muon.distributed.factored import FactoredBatch
 from hp_muon_plugin.muon.distributed.items import Item
 from hp_muon_plugin.muon.distributed.messages import Messages
 from hp_muon_plugin.muon.distributed.parts import Parts, in_param
-from hp_muon_plugin.muon.distributed.plan import SharePlan
+from hp_muon_plugin.muon.distributed.plan import UNDER_WAY, Route, SharePlan
 from hp_muon_plugin.muon.distributed.whole import WholeBatch
 from hp_muon_plugin.muon.executor import Executor, ParamStep
 from hp_muon_plugin.muon.plan import build_plan
 from hp_muon_plugin.muon.workspace import Workspace
 from hp_muon_plugin.platform.collectives import AxisGroup
-from hp_muon_plugin.platform.protocol import Wire
+from hp_muon_plugin.platform.protocol import Handle, Wire
+from hp_muon_plugin.platform.wire import wait_for
 
-_UNDER_WAY = 2
+_ADDS_UP_GRAMS = (Route.GRAM, Route.GATHERED_GRAM)
+
+
+@dataclass(slots=True)
+class _Running:
+    """A batch under way.
+
+    Attributes:
+        stages: What is left of it.
+        handles: What it waits for next.
+        num_stages: How often it has sent.
+    """
+
+    stages: Generator[list[Handle]]
+    handles: list[Handle]
+    num_stages: int = 1
+
+    def advance(self) -> bool:
+        """Run it up to its next messages; False if it is done."""
+        found = next(self.stages, None)
+        self.handles = found or []
+        self.num_stages += 1
+        return found is not None
 
 
 class ShareExecutor:
@@ -51,6 +74,9 @@ class ShareExecutor:
             device=workspace.device,
             workspace=workspace,
         )
+        self._parts = Parts(plan, axis.index, {}, config.nesterov, workspace)
+        self._begun: dict[int, _Running] = {}  # before their step, by number
+        self._needs = [frozenset(plan.items[index].param for index in batch.items) for batch in plan.batches]
         self._batches: list[WholeBatch | FactoredBatch] = []
         for batch in plan.batches:
             messages = Messages(plan, batch)
@@ -64,6 +90,57 @@ class ShareExecutor:
         """Matrices that this rank has orthogonalised since construction."""
         return self._local_executor.num_orthogonalized + sum(batch.num_orthogonalized for batch in self._batches)
 
+    def next_of(self, params: Set[int]) -> frozenset[int] | None:
+        """What :meth:`begin` can begin.
+
+        Args:
+            params: Parameters of the plan whose gradients are there.
+
+        Returns:
+            Parameters of the first batch that needs no others, or None if there is none, or no buffers for it.
+        """
+        return None if (number := self._next(params)) is None else self._needs[number]
+
+    def _next(self, params: Set[int]) -> int | None:
+        if len(self._begun) == UNDER_WAY:
+            return None
+        ready = (n for n, needed in enumerate(self._needs) if n not in self._begun and needed <= params)
+        return next(ready, None)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether batches of the next step are under way."""
+        return bool(self._begun)
+
+    def begin(self, params: Set[int], steps: Mapping[int, ParamStep | None]) -> None:
+        """Begin a batch before its step. All ranks of the axis do so at the same moments.
+
+        Args:
+            params: As of :meth:`next_of`.
+            steps: As of :meth:`run`, for what that told; momenta as they will be.
+        """
+        number = self._next(params)
+        assert number is not None
+        self._parts.steps, self._parts.is_ahead = steps, True
+        self._begun[number] = self._start(self._batches[number], len(self._begun))
+        self._parts.steps = {}
+
+    def go_on(self) -> None:
+        """Let batches that have begun early send all that needs neither weights nor momenta: sums of Gram matrices.
+
+        All ranks of the axis do so at the same moments.
+        """
+        for number, running in self._begun.items():
+            if self.plan.batches[number].route in _ADDS_UP_GRAMS and running.num_stages == 1:
+                running.advance()
+
+    def withdraw(self) -> None:
+        """Forget the batches that have begun early: their step does not come. Waits for their messages."""
+        begun, self._begun = self._begun, {}
+        for running in begun.values():
+            wait_for(running.handles, "exchange of a step that does not come over {}", self._axis.axis)
+            running.stages.close()
+
     def run(self, steps: Mapping[int, ParamStep | None]) -> None:
         """Update the weights of one step.
 
@@ -71,24 +148,28 @@ class ShareExecutor:
             steps: By parameter of the plan, for those of which this rank holds something; its tensors are
                 one-dimensional. None for a parameter that is left alone. Momenta are up to date.
         """
-        parts = Parts(self.plan, self._axis.index, steps, self._config.nesterov, self._workspace)
-        waiting, running = list(self._batches), dict[int, Iterator[None]]()  # by set of buffers
-        self._begin(waiting, running, parts)
+        self._parts.steps, self._parts.is_ahead = steps, False
+        begun, self._begun = self._begun, {}
+        waiting = [batch for number, batch in enumerate(self._batches) if number not in begun]
+        running = dict(enumerate(begun.values()))  # by set of buffers
+        self._fill(waiting, running)
         self._run_local(steps)  # while the first messages travel
         while running:
             for slot, batch in list(running.items()):
-                if not _advance(batch):
+                if not batch.advance():
                     del running[slot]
-            self._begin(waiting, running, parts)
+            self._fill(waiting, running)
+        self._parts.steps = {}
 
-    def _begin(
-        self, waiting: list[WholeBatch | FactoredBatch], running: dict[int, Iterator[None]], parts: Parts
-    ) -> None:
+    def _fill(self, waiting: list[WholeBatch | FactoredBatch], running: dict[int, _Running]) -> None:
         """Begin batches while there are buffers for them; every rank does so at the same moments."""
-        for slot in range(_UNDER_WAY):
+        for slot in range(UNDER_WAY):
             if waiting and slot not in running:
-                running[slot] = waiting.pop(0).steps(parts, slot)
-                next(running[slot])
+                running[slot] = self._start(waiting.pop(0), slot)
+
+    def _start(self, batch: WholeBatch | FactoredBatch, slot: int) -> _Running:
+        stages = batch.steps(self._parts, slot)
+        return _Running(stages, next(stages))
 
     def _run_local(self, steps: Mapping[int, ParamStep | None]) -> None:
         self._local_executor.run([self._local_step(item, steps.get(item.param)) for item in self._local])
@@ -106,12 +187,3 @@ class ShareExecutor:
             run, factors = replace(run, start=first + run.start), item.spec.view.factors
             weight, grad, momentum = (in_param(tensor, run).view(factors) for tensor in tensors)
         return ParamStep(weight, grad, momentum, step.decay, step.lr, step.beta)
-
-
-def _advance(batch: Iterator[None]) -> bool:
-    """Run a batch up to its next messages; False if it is done."""
-    try:
-        next(batch)
-    except StopIteration:
-        return False
-    return True

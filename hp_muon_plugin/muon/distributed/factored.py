@@ -12,7 +12,7 @@ exchange beside (or instead of) their rows are matrices of the short side:
 Then owners iterate, factors are gathered, and every rank applies them to its own rows.
 """
 
-from collections.abc import Iterator
+from collections.abc import Generator
 
 import torch
 
@@ -65,7 +65,7 @@ class FactoredBatch:
         self.num_orthogonalized = 0
         """Matrices whose factors this rank has computed since construction."""
 
-    def steps(self, parts: Parts, slot: int) -> Iterator[None]:
+    def steps(self, parts: Parts, slot: int) -> Generator[list[Handle]]:
         """Run the batch; each ``next`` begins the next messages after waiting for the ones before.
 
         Args:
@@ -73,19 +73,23 @@ class FactoredBatch:
             slot: Number of the set of buffers; batches that run at the same time have different ones.
 
         Yields:
-            Nothing, after each round of messages.
+            What it waits for next, after each round of messages; of a batch that has begun before its step, Gram
+            matrices are a round of their own.
         """
         self._slot = slot
         handles = self._send_parts(parts)
-        yield
+        yield handles
         wait_for(handles, _WHAT, self._axis.axis)
         self._bring_in_range()
         for number, run in enumerate(self._engine.runs):
             with span(NEWTON_SCHULZ), ieee_float32(self._settings):
                 self._form_grams()
-            wait_for(self._send_grams(), _WHAT, self._axis.axis)
+            handles = self._send_grams()
+            if parts.is_ahead:
+                yield handles
+            wait_for(handles, _WHAT, self._axis.axis)
             own, handles = self._send_factors(run, is_first=number == 0)
-            yield
+            yield handles
             wait_for(handles, _WHAT, self._axis.axis)
             with span(NEWTON_SCHULZ), ieee_float32(self._settings):
                 self._apply(parts, own, is_last=number == len(self._engine.runs) - 1)

@@ -14,14 +14,13 @@ from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.muon.algorithm import Algorithm, is_gathered
 from hp_muon_plugin.muon.coefficients import Coefficients
 from hp_muon_plugin.muon.distributed.messages import Messages, side
-from hp_muon_plugin.muon.distributed.plan import Batch, Route, SharePlan
+from hp_muon_plugin.muon.distributed.plan import UNDER_WAY, Batch, Route, SharePlan
 from hp_muon_plugin.muon.distributed.replica_plan import ReplicaPlan
 from hp_muon_plugin.muon.limits import CPU_CACHE_BYTES, CPU_CUT_FROM, DEVICE_BYTES, SMALL_BUFFERS_BYTES
 from hp_muon_plugin.muon.pieces import Way
 from hp_muon_plugin.muon.plan import MuonPlan, build_plan
 from hp_muon_plugin.muon.stage import Stage
 
-_UNDER_WAY = 2  # batches, as in executor.py
 _ALIASING_BYTES, _CACHE_LINE_BYTES = 512, 64  # as in workspace.py
 _FLOAT = 4
 _Shape = tuple[int, int, int]
@@ -263,7 +262,7 @@ def _slots(plan: SharePlan) -> Iterator[tuple[int, Batch]]:
     """The set of buffers that each batch uses: the first that is free, as executor.py runs them."""
     waiting, running = list(plan.batches), dict[int, int]()  # rounds left by set of buffers
     while waiting or running:
-        for slot in range(_UNDER_WAY):
+        for slot in range(UNDER_WAY):
             if waiting and slot not in running:
                 batch = waiting.pop(0)
                 running[slot] = 1 + plan.kinds[batch.items[0]].runs if batch.route.has_factors else 2

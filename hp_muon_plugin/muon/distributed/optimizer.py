@@ -1,14 +1,19 @@
 """Muon over parameters that ranks share, and AdamW over their shards, as one torch optimizer."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from hp_muon_plugin.config.optimizer import HpMuon
+from hp_muon_plugin.errors import GradientError
 from hp_muon_plugin.layout.spec import ParamSpec
+from hp_muon_plugin.muon.clipping import GradNorms
 from hp_muon_plugin.muon.distributed.agreement import check_plans
+from hp_muon_plugin.muon.distributed.ahead import Ahead, Grads, Reductions, overlap_error
 from hp_muon_plugin.muon.distributed.executor import ShareExecutor
 from hp_muon_plugin.muon.distributed.measured import measured_rates
 from hp_muon_plugin.muon.distributed.plan import SharePlan
@@ -18,8 +23,11 @@ from hp_muon_plugin.muon.distributed.replicas import ReplicaExecutor, WeightBroa
 from hp_muon_plugin.muon.distributed.shards import local_part
 from hp_muon_plugin.muon.distributed.share import Share
 from hp_muon_plugin.muon.executor import ParamStep
+from hp_muon_plugin.muon.gradients import GradientCheck
+from hp_muon_plugin.muon.momenta import update_momenta
 from hp_muon_plugin.muon.optimizer import HpMuonOptimizer
 from hp_muon_plugin.muon.rates import Rates
+from hp_muon_plugin.muon.routing import Algorithm
 from hp_muon_plugin.muon.workspace import Workspace
 from hp_muon_plugin.platform.collectives import AxisGroup
 from hp_muon_plugin.platform.protocol import Wire
@@ -45,6 +53,7 @@ class ShardedMuonOptimizer(HpMuonOptimizer):
         wire: Collectives; None takes torch.distributed.
         rates: By which ``strategy=auto`` chooses; None takes those of ``config``, or measures as it says.
         max_batch_bytes: See :func:`~hp_muon_plugin.muon.distributed.planner.share_plan`.
+        reductions: Tells what backward has reduced, for ``overlap_backward``; None where nothing does.
 
     Raises:
         ConfigError: If an option is wrong, or ranks of an axis have different plans.
@@ -65,7 +74,11 @@ class ShardedMuonOptimizer(HpMuonOptimizer):
         wire: Wire | None = None,
         rates: Rates | None = None,
         max_batch_bytes: int = BATCH_BYTES,
+        reductions: Reductions | None = None,
     ) -> None:
+        self._ahead: Ahead | None = None
+        if config.overlap_backward and reductions is None:
+            raise overlap_error("this model", "nothing tells while backward runs which gradients are reduced")
         self._shared = {main for share in shares for main in share.mains if main is not None}
         self._shared |= {param for share in shares for param, _ in share.sent}
         self._summed = dict(summed or {})
@@ -113,6 +126,27 @@ class ShardedMuonOptimizer(HpMuonOptimizer):
             for share in shares
             if share.replicas is not None
         ]
+        if config.overlap_backward and reductions is not None:
+            self._begin_early(reductions)
+
+    def _begin_early(self, reductions: Reductions) -> None:
+        """Let backward begin the first exchanges; not where this rank's matrices all lie whole on a rank."""
+        for share, executor in self._shares:
+            if isinstance(executor, ShareExecutor) and executor.plan.batches:
+                self._ahead = Ahead(
+                    executor,
+                    share,
+                    look_ahead=partial(self._look_ahead, share),
+                    betas=self._betas,
+                    name_of=lambda param: self.specs[param].name,
+                    reductions=reductions,
+                )
+                return
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether exchanges of the next step are under way."""
+        return any(isinstance(executor, ShareExecutor) and executor.has_begun for _, executor in self._shares)
 
     @property
     def share_plans(self) -> tuple[SharePlan, ...]:
@@ -136,6 +170,7 @@ class ShardedMuonOptimizer(HpMuonOptimizer):
             masters: What to update from now on, by what was updated before; not where replicas send each other weights.
         """
         assert not self._broadcasts, "what is sent would stay the old parameters"
+        assert self._ahead is None, "backward would begin with the old parameters"
         self.specs = {masters.get(param, param): spec for param, spec in self.specs.items()}
         self._in_plan = [masters.get(param, param) for param in self._in_plan]
         self._shared = {masters.get(param, param) for param in self._shared}
@@ -146,6 +181,79 @@ class ShardedMuonOptimizer(HpMuonOptimizer):
             )
             for share, run in self._shares
         ]
+
+    def withdraw(self) -> None:
+        """Forget the exchanges that backward has begun: their step does not come, or not with these gradients."""
+        if self._ahead is not None:
+            self._ahead.withdraw()
+
+    @contextmanager
+    def own_clipping(self) -> Iterator[None]:
+        """Gradients of AdamW are scaled inside, and others checked before: they may lie in one buffer."""
+        if self._ahead is None:
+            yield
+            return
+        self._ahead.check()
+        yield
+        self._ahead.note_clipped()
+
+    def check_gradients(self) -> GradientCheck:
+        """See :meth:`HpMuonOptimizer.check_gradients`."""
+        try:
+            return super().check_gradients()
+        except GradientError:
+            self.withdraw()
+            raise
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """See :meth:`HpMuonOptimizer.update`."""
+        if self._ahead is not None:
+            self._ahead.check()
+        super().update()
+        if self._ahead is not None:
+            self._ahead.ended()
+
+    def note_skipped(self, why: str) -> None:
+        """See :meth:`HpMuonOptimizer.note_skipped`."""
+        super().note_skipped(why)
+        self.withdraw()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop gradients.
+
+        Args:
+            set_to_none: As in torch.
+        """
+        self.withdraw()
+        super().zero_grad(set_to_none)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See :meth:`HpMuonOptimizer.load_state_dict`."""
+        self.withdraw()
+        super().load_state_dict(state_dict)
+
+    def _clip(self, norms: GradNorms) -> None:
+        with self.own_clipping():
+            super()._clip(norms)
+
+    def _betas(self) -> dict[torch.nn.Parameter, float]:
+        groups = [group for group in self.param_groups if group["algorithm"] == Algorithm.muon]
+        return {param: float(group["momentum"]) for group in groups for param in group["params"]}
+
+    def _look_ahead(self, share: Share, grads: Grads) -> dict[int, ParamStep | None]:
+        """What parameters bring to the next step, with copies of momenta as they will be."""
+        steps: dict[torch.nn.Parameter, ParamStep] = {}
+        for group in self.param_groups:
+            for param in group["params"] if group["algorithm"] == Algorithm.muon else ():
+                if param in grads:
+                    momentum = self.state.get(param, {}).get("momentum_buffer")
+                    if momentum is None:
+                        momentum = torch.zeros_like(param, dtype=self._momentum_dtype)
+                    beta = float(group["momentum"])
+                    steps[param] = ParamStep(param.detach(), grads[param], momentum.clone(), 1.0, 0.0, beta)
+        update_momenta(list(steps.values()))
+        return {index: _flat(steps[main]) for index, main in enumerate(share.mains) if main in steps}
 
     def _planned(self) -> list[torch.nn.Parameter]:
         elsewhere = self._shared | self._not_owned

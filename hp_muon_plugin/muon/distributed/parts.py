@@ -23,6 +23,7 @@ class Parts:
             the parameter is left alone in this step or the rank holds nothing of it.
         nesterov: Whether to look ahead.
         workspace: Buffers.
+        is_ahead: Whether the step has not begun, and ``steps`` are of one batch only.
     """
 
     plan: SharePlan
@@ -30,6 +31,7 @@ class Parts:
     steps: Mapping[int, ParamStep | None]
     nesterov: bool
     workspace: Workspace
+    is_ahead: bool = False
 
     def _found(self, item: Item) -> tuple[ParamStep, list[Run]] | None:
         """The step of an item's parameter, and where this rank's part of the item lies in its tensors."""

@@ -16,6 +16,9 @@ from hp_muon_plugin.muon.distributed.cost import Kind, Price
 from hp_muon_plugin.muon.distributed.items import Item, ShardedParam
 from hp_muon_plugin.muon.rates import Rates
 
+UNDER_WAY = 2
+"""Batches that are under way at a time, each in a set of buffers of its own."""
+
 
 class Route(StrEnum):
     """How the items of a batch become whole, and what comes back."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -13,6 +14,22 @@ from hp_muon_plugin.platform.collectives import AxisGroup
 
 SHARDS = "hp_muon_shards"
 """Attribute of a module that calls to list its shards: what our ``hp_fully_shard`` sets on a root."""
+LISTEN = "hp_muon_listen"
+"""Attribute of such a module that lets somebody know what backward has reduced."""
+
+
+class GradientListener(Protocol):
+    """Is told by a sharded model what backward has reduced, in one order on all ranks."""
+
+    def begun(self) -> None:
+        """A backward pass begins: gradients that were reduced before are not the last word."""
+
+    def reduced(self, shards: Sequence[torch.nn.Parameter]) -> None:
+        """Gradients are reduced over all ranks.
+
+        Args:
+            shards: Whose; some of them may be empty on this rank.
+        """
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,8 +10,9 @@ from hp_muon_plugin.muon.distributed.items import ShardedParam
 from hp_muon_plugin.muon.distributed.replica_plan import replica_owners
 from hp_muon_plugin.platform.collectives import AxisGroup
 
-Held = tuple[ShardedParam, torch.nn.Parameter | None]
-"""A parameter of an axis, and what the optimizer updates of it on this rank, or None if that is empty."""
+Held = tuple[ShardedParam, torch.nn.Parameter | None, torch.nn.Parameter]
+"""A parameter of an axis, what the optimizer updates of it on this rank, or None if that is empty, and this rank's
+stretch as the model has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,7 @@ class Share:
         is_replicated: Whether all ranks of the axis hold all of the parameters.
         replicas: Ranks that hold the same stretches and update other parameters, or None.
         sent: What those send each other after an update: stretches, and the place of who updates them.
+        shards: This rank's stretch of each parameter as the model has it, also if it is empty.
     """
 
     axis: AxisGroup
@@ -33,6 +35,7 @@ class Share:
     is_replicated: bool = False
     replicas: AxisGroup | None = None
     sent: tuple[tuple[torch.nn.Parameter, int], ...] = ()
+    shards: tuple[torch.nn.Parameter, ...] = ()
 
 
 def divided_share(axis: AxisGroup, replicas: AxisGroup, held: Sequence[Held], config: HpMuon, device: str) -> Share:
@@ -48,15 +51,16 @@ def divided_share(axis: AxisGroup, replicas: AxisGroup, held: Sequence[Held], co
     Returns:
         What this replica updates; all of it where nothing is worth sending.
     """
-    owners = replica_owners([param for param, _ in held], config, replicas=replicas.size, device=device)
+    owners = replica_owners([param for param, _, _ in held], config, replicas=replicas.size, device=device)
     told = list(zip(held, owners, strict=True))
     updated = [each for each, owner in told if owner is None or owner == replicas.index]
-    sent = tuple((main, owner) for (_, main), owner in told if main is not None and owner is not None)
+    sent = tuple((main, owner) for (_, main, _), owner in told if main is not None and owner is not None)
     is_divided = any(owner is not None for owner in owners)
     return Share(
         axis,
-        tuple(param for param, _ in updated),
-        tuple(main for _, main in updated),
+        tuple(param for param, _, _ in updated),
+        tuple(main for _, main, _ in updated),
         replicas=replicas if is_divided else None,
         sent=sent,
+        shards=tuple(shard for _, _, shard in updated),
     )

@@ -1,6 +1,6 @@
 """Batches in which items become whole on their owners, or everywhere, and updates come back."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 
 import torch
 
@@ -65,7 +65,7 @@ class WholeBatch:
         """Matrices that this rank has orthogonalised since construction."""
         return self._executor.num_orthogonalized
 
-    def steps(self, parts: Parts, slot: int) -> Iterator[None]:
+    def steps(self, parts: Parts, slot: int) -> Generator[list[Handle]]:
         """Run the batch; each ``next`` begins the next messages after waiting for the ones before.
 
         Args:
@@ -73,15 +73,15 @@ class WholeBatch:
             slot: Number of the set of buffers; batches that run at the same time have different ones.
 
         Yields:
-            Nothing, twice: after the parts and after the updates are under way.
+            What it waits for next, twice: after the parts and after the updates are under way.
         """
         self._slot = slot
         arrived = self._send_parts(parts)
-        yield
+        yield arrived
         wait_for(arrived, _WHAT, self._axis.axis)
         updates = self._orthogonalize(parts)
         returned = self._send_updates(updates)
-        yield
+        yield returned
         wait_for(returned, _WHAT, self._axis.axis)
         self._apply(parts, updates)
 
