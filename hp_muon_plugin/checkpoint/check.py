@@ -1,11 +1,13 @@
 """Whether a checkpoint is what was written: hashes of files and tensors, coverage, masters against weights."""
 
 import json
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from hp_muon_plugin.checkpoint.canonical import Source
+from hp_muon_plugin.checkpoint.canonical import Key, Source
 from hp_muon_plugin.checkpoint.convert import REPORT
-from hp_muon_plugin.checkpoint.hashing import HashingSource
+from hp_muon_plugin.checkpoint.hashing import HashingSource, compare_rest
 from hp_muon_plugin.checkpoint.progress import Progress
 from hp_muon_plugin.checkpoint.verify import masters
 from hp_muon_plugin.errors import CheckpointError
@@ -31,14 +33,29 @@ def verified(source: Source, progress: Progress) -> tuple[list[str], list[str]]:
     written = _written(source)
     progress.begin("verify", sum(info.nbytes for info in infos.values()))
     hashed = HashingSource(source, _BUDGET)
-    try:
-        problems += [f"{source.path}: {found}" for found in masters(hashed)]
-        for key, info in infos.items():
-            if str(key) in written and hashed.digest(key) != written[str(key)]:
-                problems.append(f"{source.path}: {key} is not what was converted: its hash differs from {REPORT}")
-            progress.advance(info.nbytes)
-    except CheckpointError as error:
-        problems.append(str(error))
+
+    def tried(work: Callable[[], list[str]]) -> list[str]:
+        try:
+            return work()
+        except CheckpointError as error:
+            return [str(error)]
+
+    def of_tensor(key: Key) -> list[str]:
+        digest = hashed.digest(key)  # every element is read, so that its checksum in the file is compared
+        if str(key) in written and digest != written[str(key)]:
+            return [f"{source.path}: {key} is not what was converted: its hash differs from {REPORT}"]
+        return []
+
+    def rest() -> list[str]:
+        compare_rest(source)
+        return []
+
+    problems += tried(lambda: [f"{source.path}: {found}" for found in masters(hashed)])
+    for key, info in infos.items():
+        problems += tried(partial(of_tensor, key))
+        progress.advance(info.nbytes)
+    problems = list(dict.fromkeys(problems + tried(rest)))
+    checks.append("tensors have the checksums of their files, where those have any")
     if any(key.kind == "main" for key in infos):
         checks.append("masters round to the stored weights")
     if written:

@@ -14,7 +14,7 @@ import hp_muon_plugin
 from hp_muon_plugin.checkpoint import formats, placing
 from hp_muon_plugin.checkpoint.canonical import Key, Kind, Source, Target, Writer
 from hp_muon_plugin.checkpoint.folders import write_durably
-from hp_muon_plugin.checkpoint.hashing import HashingSource, pieces
+from hp_muon_plugin.checkpoint.hashing import HashingSource, compare_rest, pieces
 from hp_muon_plugin.checkpoint.progress import Progress
 from hp_muon_plugin.checkpoint.syncing import Syncing
 from hp_muon_plugin.checkpoint.verify import Difference, first_difference, masters, read_again, sampled_masters
@@ -164,6 +164,7 @@ def convert(
 
             progress.begin("write", found.nbytes)
             found.writer.write(source, folder, found.target, written, budget)
+            compare_rest(source)
             syncing.start()
             progress.begin("verify", found.nbytes)
             with _opened(folder, found.to) as output:

@@ -198,6 +198,10 @@ class DcpFolder:
             self._fill(view, name, tensor, index, part.within(tensor.boxes[index].offsets))
         return out
 
+    def compare_rest(self) -> None:
+        """As :meth:`Files.compare_rest`."""
+        self.files.compare_rest()
+
     def close(self) -> None:
         """Close files."""
         self.files.close()

@@ -4,6 +4,7 @@ import os
 import threading
 from collections import OrderedDict
 from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Protocol
 
 from hp_muon_plugin.errors import CheckpointError
 
@@ -30,6 +31,30 @@ def safe_join(folder: Path, relative: str) -> Path:
     return folder / relative
 
 
+class Check(Protocol):
+    """Compares something of a file with its checksum, when the rest of it has been read too."""
+
+    def finish(self) -> None:
+        """Read what is left, and compare.
+
+        Raises:
+            CheckpointError: If it is damaged.
+        """
+        ...
+
+
+class Opened(Protocol):
+    """Files that a source holds."""
+
+    def compare_rest(self) -> None:
+        """As :meth:`Files.compare_rest`."""
+        ...
+
+    def close(self) -> None:
+        """Close them."""
+        ...
+
+
 class Files:
     """Files under one folder. Threads may share it.
 
@@ -42,6 +67,7 @@ class Files:
         self._open: OrderedDict[str, int] = OrderedDict()
         self._in_use: dict[str, int] = {}
         self._lock = threading.Lock()
+        self._checks: list[Check] = []
 
     def size(self, relative: str, what: str = "") -> int:
         """Length of a file in bytes.
@@ -93,6 +119,20 @@ class Files:
         buffer = bytearray(length)
         self.read_into(relative, offset, memoryview(buffer), what)
         return bytes(buffer)
+
+    def follow(self, check: Check) -> None:
+        """Have something finished by :meth:`compare_rest`."""
+        with self._lock:
+            self._checks.append(check)
+
+    def compare_rest(self) -> None:
+        """Compare what was read, but not in order, with its checksums: it is read again.
+
+        Raises:
+            CheckpointError: If it is damaged.
+        """
+        for check in list(self._checks):
+            check.finish()
 
     def close(self) -> None:
         """Close all files."""

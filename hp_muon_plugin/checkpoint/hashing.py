@@ -129,9 +129,26 @@ class WeightsOnly:
         """As :class:`Source`."""
         return self._state
 
+    def compare_rest(self) -> None:
+        """As :meth:`~hp_muon_plugin.checkpoint.files.Files.compare_rest`."""
+        compare_rest(self._source)
+
     def close(self) -> None:
         """As :class:`Source`."""
         self._source.close()
+
+
+def compare_rest(source: Source) -> None:
+    """Compare checksums of what was read out of order, if the files of a source have any.
+
+    Args:
+        source: The opened checkpoint.
+
+    Raises:
+        CheckpointError: If something is damaged.
+    """
+    if hasattr(source, "compare_rest"):
+        source.compare_rest()
 
 
 def piece_bytes(budget: int) -> int:

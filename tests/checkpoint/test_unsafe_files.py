@@ -119,7 +119,7 @@ def test_a_flipped_bit_is_found_by_verify(folder: Path, tmp_path: Path, capsys: 
     assert run(["verify", str(tmp_path / "hp")]) == 3
     out = capsys.readouterr().out
     assert f"{located.file}: its content is not what was written" in out
-    assert f"{key} is not what was converted" in out
+    assert f"{located.file} ({key}) is damaged: its bytes do not have the checksum" in out
 
 
 def test_chunks_that_overlap_or_leave_a_hole_are_named(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from hp_muon_plugin.checkpoint import lazy
 from hp_muon_plugin.checkpoint.canonical import Info, Key, Kind, Momentum, RunState, Source, Target
+from hp_muon_plugin.checkpoint.files import Opened
 from hp_muon_plugin.checkpoint.formats import names
 from hp_muon_plugin.checkpoint.lazy import Lazy
 from hp_muon_plugin.checkpoint.run_values import plain
@@ -27,7 +28,7 @@ class LazySource:
         path: Its folder.
         tensors: By key.
         state: Reads the run state, once.
-        close: Closes files.
+        opened: Its files.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class LazySource:
         path: Path,
         tensors: Mapping[Key, Lazy],
         state: Callable[[], RunState],
-        close: Callable[[], None],
+        opened: Opened,
     ) -> None:
         self.format = name
         self.path = path
@@ -44,7 +45,7 @@ class LazySource:
         self._infos = {key: Info(value.shape, value.dtype) for key, value in self._lazy.items()}
         self._read_state = state
         self._state: RunState | None = None
-        self._close = close
+        self._opened = opened
 
     def tensors(self) -> Mapping[Key, Info]:
         """As :class:`Source`."""
@@ -62,7 +63,11 @@ class LazySource:
 
     def close(self) -> None:
         """Close files."""
-        self._close()
+        self._opened.close()
+
+    def compare_rest(self) -> None:
+        """As :meth:`Files.compare_rest`."""
+        self._opened.compare_rest()
 
 
 def _order(key: Key) -> tuple[Any, ...]:

@@ -11,6 +11,7 @@ import torch
 from hp_muon_plugin.checkpoint import lazy
 from hp_muon_plugin.checkpoint.canonical import Key, Kind, Momentum, RunState
 from hp_muon_plugin.checkpoint.dcp_files import DcpFolder
+from hp_muon_plugin.checkpoint.files import Opened
 from hp_muon_plugin.checkpoint.formats import names
 from hp_muon_plugin.checkpoint.formats.base import (
     RECORD,
@@ -42,14 +43,14 @@ class Keyed:
         tensors: By key.
         objects: Keys of byte objects.
         object: Reads one.
-        close: Closes files.
+        opened: Its files.
     """
 
     path: Path
     tensors: dict[str, Lazy]
     objects: list[str]
     object: Callable[[str], Any]
-    close: Callable[[], None]
+    opened: Opened
 
 
 @dataclass(slots=True)
@@ -73,7 +74,7 @@ def open_fsdp2(path: Path, folder: DcpFolder | None = None) -> LazySource:
     """
     folder = folder or DcpFolder(path)
     tensors = {key: lazy.in_dcp(folder, key) for key in folder.tensors}
-    return by_name(NAME, Keyed(path, tensors, list(folder.objects), folder.object, folder.close))
+    return by_name(NAME, Keyed(path, tensors, list(folder.objects), folder.object, folder))
 
 
 def by_name(format_name: str, folder: Keyed) -> LazySource:
@@ -95,7 +96,7 @@ def by_name(format_name: str, folder: Keyed) -> LazySource:
     found = folder.object(RECORD) if RECORD in folder.objects else None
     tensors = dict(_tensors(folder, keys, recorded_dtypes(found)))
     _drop_alias(tensors, {name for name, _ in keys.state})
-    return LazySource(format_name, folder.path, tensors, lambda: _state(folder, keys, found, tensors), folder.close)
+    return LazySource(format_name, folder.path, tensors, lambda: _state(folder, keys, found, tensors), folder.opened)
 
 
 def clean(name: str) -> str:

@@ -62,7 +62,7 @@ def open_hf(path: Path) -> LazySource:
         )
     stored = _stored(files, path)
     tensors = _canonical(path, stored, family, config)
-    return LazySource(NAME, path, tensors, lambda: _state(config, family, tensors), files.close)
+    return LazySource(NAME, path, tensors, lambda: _state(config, family, tensors), files)
 
 
 def _json(files: Files, name: str) -> dict[str, Any]:

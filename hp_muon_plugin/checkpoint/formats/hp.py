@@ -89,6 +89,10 @@ class HpSource:
         """Close files."""
         self.folder.close()
 
+    def compare_rest(self) -> None:
+        """As :meth:`~hp_muon_plugin.checkpoint.files.Files.compare_rest`."""
+        self.folder.compare_rest()
+
     def _tensors_in(self, file: str) -> str:
         found = [
             name

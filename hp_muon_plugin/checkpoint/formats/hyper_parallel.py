@@ -44,7 +44,7 @@ def open_hyper_parallel(path: Path) -> LazySource:
     flat: dict[str, Any] = {}
     for key, value in objects.items():
         _flatten(key, value, flat)
-    return by_name(NAME, Keyed(path, whole, list(flat), flat.__getitem__, files.close))
+    return by_name(NAME, Keyed(path, whole, list(flat), flat.__getitem__, files))
 
 
 def _metadata(files: Files, path: Path) -> list[Any]:

@@ -62,7 +62,7 @@ def open_legacy(path: Path) -> LazySource:
         _take_rank(rank, starts, found)
     tensors = dict(_merged(path, found, args))
     _drop_copies(tensors, args)
-    return LazySource(NAME, path, tensors, lambda: _state(path, ranks, found, tensors), files.close)
+    return LazySource(NAME, path, tensors, lambda: _state(path, ranks, found, tensors), files)
 
 
 def _layer_starts(ranks: list[RankFile]) -> dict[tuple[int, int], int]:

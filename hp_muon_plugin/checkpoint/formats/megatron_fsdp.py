@@ -51,7 +51,7 @@ def open_fsdp_dtensor(path: Path, folder: DcpFolder | None = None) -> LazySource
     args = plain(folder.object("args")) if "args" in folder.objects else {}
     dtypes = None if found is None else recorded_dtypes(found)
     tensors = dict(_tensors(folder, model_dtype(args), dtypes))
-    return LazySource(NAME, path, tensors, lambda: _state(folder, args, found, tensors), folder.close)
+    return LazySource(NAME, path, tensors, lambda: _state(folder, args, found, tensors), folder)
 
 
 def _tensors(

@@ -58,7 +58,7 @@ def open_torch_dcp(path: Path, folder: DcpFolder | None = None) -> LazySource:
     record = folder.object(RECORD) if RECORD in folder.objects else None
     known = named(optimizers, params, dtypes, args, str(path), record) if optimizers else Named()
     tensors = dict(_tensors(path, model, weights, known))
-    return LazySource(NAME, path, tensors, lambda: _state(folder, args, record, known, tensors), folder.close)
+    return LazySource(NAME, path, tensors, lambda: _state(folder, args, record, known, tensors), folder)
 
 
 def _tensors(path: Path, model: dict[str, Lazy], weights: dict[str, Lazy], known: Named) -> Iterator[tuple[Key, Lazy]]:

@@ -121,7 +121,7 @@ class _Mesh:
             for name, part in weights.items()
         }
         state = RunState(args=dict(args))
-        self._source = LazySource("torch_dist", Path(folder.path), lazies, lambda: state, lambda: None)
+        self._source = LazySource("torch_dist", Path(folder.path), lazies, lambda: state, folder)
 
     @cached_property
     def _plan(self) -> Plan:

@@ -95,6 +95,10 @@ class TorchDistSource:
         """Close files."""
         self.folder.close()
 
+    def compare_rest(self) -> None:
+        """As :meth:`~hp_muon_plugin.checkpoint.files.Files.compare_rest`."""
+        self.folder.compare_rest()
+
     def _check_backend(self) -> None:
         raw = self.folder.files.read("metadata.json", 0, self.folder.files.size("metadata.json"))
         try:
