@@ -48,7 +48,7 @@ _Item = torch_archive_write.TensorArchive | _Bytes
 class DcpWriter:
     """Writes a folder; :meth:`close` makes it whole. As a context, it stays without metadata after an error.
 
-    Where each chunk goes is known at once; two threads compute checksums and write, while the next chunk is read.
+    Where each chunk goes is known at once; a thread computes checksums and writes, while the next chunk is read.
 
     Args:
         folder: An empty folder.

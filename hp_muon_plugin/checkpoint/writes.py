@@ -1,4 +1,4 @@
-"""Bytes that threads write at their places in files, while the next ones are read."""
+"""Bytes that a thread writes at their places in files, while the next ones are read."""
 
 import os
 from collections import deque
@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 from hp_muon_plugin.checkpoint.hashing import Room
 
 WAITING_BYTES = 2**26
+_BLOCK_BYTES = 2**20
+"""Written at a time: what is larger gets the large pages that were free longest, slow in virtual machines."""
 _AT_ONCE_BYTES = 2**16  # less is written where it is: handing it to another thread takes longer
 
 Buffer = bytes | memoryview
@@ -16,14 +18,16 @@ Result = TypeVar("Result")
 
 
 class Writes:
-    """Two threads that compute checksums and write. As a context it ends with all of it done, or with its error.
+    """A thread that computes checksums and writes. As a context it ends with all of it done, or with its error.
+
+    Two would wait for each other: a file has one writer at a time.
 
     Args:
         waiting_bytes: Bytes that may wait to be written.
     """
 
     def __init__(self, waiting_bytes: int = WAITING_BYTES) -> None:
-        self._pool = ThreadPoolExecutor(2, "write")
+        self._pool = ThreadPoolExecutor(1, "write")
         self._room = Room(waiting_bytes)
         self._pending: deque[Future[Any]] = deque()
 
@@ -54,7 +58,7 @@ class Writes:
             self._pending.popleft().result()
 
     def shut_down(self) -> None:
-        """End the threads; what they have not begun is left."""
+        """End the thread; what it has not begun is left."""
         self._pool.shutdown(cancel_futures=True)
 
     def __enter__(self) -> "Writes":
@@ -82,11 +86,9 @@ def write_at(handle: int, place: int, parts: Sequence[Buffer]) -> None:
         place: First byte in it.
         parts: One after another.
     """
-    left = [memoryview(part) for part in parts if len(part)]
-    while left:
-        count = os.pwritev(handle, left, place)
-        place += count
-        while left and count >= len(left[0]):
-            count -= len(left.pop(0))
-        if count:
-            left[0] = left[0][count:]
+    for part in parts:
+        left = memoryview(part)
+        while left:
+            count = os.pwrite(handle, left[:_BLOCK_BYTES], place)
+            place += count
+            left = left[count:]
