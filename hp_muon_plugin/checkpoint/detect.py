@@ -106,7 +106,7 @@ def _is_ours(manifest: Path) -> bool:
     try:
         value = json.loads(manifest.read_text())
     except ValueError:
-        return False
+        return (manifest.parent / ".metadata").is_file()  # a damaged one, which its reader names
     return isinstance(value, dict) and value.get("format") == "hp_muon_plugin"
 
 

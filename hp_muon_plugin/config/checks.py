@@ -18,7 +18,7 @@ from hp_muon_plugin.config.overlap_checks import overlap_errors
 from hp_muon_plugin.config.qk_clip_checks import qk_clip_errors
 from hp_muon_plugin.config.ranges import check_ranges
 from hp_muon_plugin.config.topology_checks import data_parallel_size, topology_errors
-from hp_muon_plugin.config.trainer import Train
+from hp_muon_plugin.config.trainer import Train, default_warmup
 from hp_muon_plugin.errors import ConfigError, raise_all
 
 __all__ = ["check_optimizer", "check_train", "data_parallel_size"]
@@ -79,12 +79,12 @@ def _run_errors(config: Train) -> Iterator[ConfigError]:
     for name in ("name", "dir"):
         if not getattr(run, name).strip():
             yield ConfigError(f"run.{name}", "''", "is empty", "e.g. run.name=train")
-    if schedule.warmup_steps >= run.steps:
+    if schedule.warmup_steps is not None and schedule.warmup_steps >= run.steps:
         yield ConfigError(
             "lr_schedule.warmup_steps",
             schedule.warmup_steps,
             f"the run has only run.steps={run.steps} steps",
-            f"choose less than {run.steps}, e.g. lr_schedule.warmup_steps={run.steps // 10}",
+            f"choose less than {run.steps}, or leave it out for {default_warmup(run.steps)}",
         )
 
 

@@ -13,6 +13,8 @@ from hp_muon_plugin.config.choices import (
 from hp_muon_plugin.config.data_parallel import DataParallel
 from hp_muon_plugin.config.ranges import number
 
+_WARMUP_STEPS = 20
+
 
 @dataclass
 class MoE:
@@ -206,12 +208,21 @@ class Checkpoint:
     """Compare the hash of every file before resuming."""
 
 
+def default_warmup(steps: int) -> int:
+    """Steps of warm-up of a run that names none.
+
+    Args:
+        steps: Of the run.
+    """
+    return min(_WARMUP_STEPS, steps // 10)
+
+
 @dataclass
 class LrSchedule:
     """Learning-rate schedule, the same for every parameter group."""
 
-    warmup_steps: int = number(20, least=0)
-    """Steps of linear warm-up from 0."""
+    warmup_steps: int | None = number(None, least=0, example=20)
+    """Steps of linear warm-up from 0; null: a tenth of ``run.steps``, and 20 at most."""
     decay: Decay = Decay.cosine
     """Shape of the decay after warm-up."""
     min_ratio: float = number(0.1, least=0, most=1)

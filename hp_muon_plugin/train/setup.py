@@ -9,7 +9,7 @@ import torch.distributed as dist
 from hp_muon_plugin.config.choices import Decay, PlatformName, Precision
 from hp_muon_plugin.config.data_parallel import DpOptions, HpFsdp, MegatronFsdp, TorchFsdp2
 from hp_muon_plugin.config.optimizer import AdamW, HpMuon
-from hp_muon_plugin.config.trainer import Topology, Train
+from hp_muon_plugin.config.trainer import Topology, Train, default_warmup
 from hp_muon_plugin.platform.base import Platform
 from hp_muon_plugin.train.environment import Launch
 
@@ -191,7 +191,7 @@ def build_schedule(config: Train, optimizer: Any) -> Any:
         init_lr=0.0,
         max_lr=options.lr,
         min_lr=options.lr * (1.0 if schedule.decay is Decay.constant else schedule.min_ratio),
-        lr_warmup_steps=schedule.warmup_steps,
+        lr_warmup_steps=default_warmup(config.run.steps) if schedule.warmup_steps is None else schedule.warmup_steps,
         lr_decay_steps=config.run.steps,
         lr_decay_style=str(schedule.decay),
         start_wd=options.weight_decay,

@@ -11,8 +11,10 @@ import pytest
 import torch
 import xxhash
 
+from hp_muon_plugin.bench.made_up import gpt
 from hp_muon_plugin.checkpoint.canonical import Info, Key, Momentum, RunState
 from hp_muon_plugin.checkpoint.folders import MANIFEST
+from hp_muon_plugin.checkpoint.formats import open_checkpoint
 from hp_muon_plugin.checkpoint.manifest import (
     FileInfo,
     Manifest,
@@ -25,6 +27,7 @@ from hp_muon_plugin.checkpoint.manifest import (
     without_tensors,
 )
 from hp_muon_plugin.errors import CheckpointError
+from tests.checkpoint.others import written
 
 STATE = RunState(
     iteration=10,
@@ -144,3 +147,11 @@ def test_the_hash_of_a_file_is_that_of_its_bytes(tmp_path: Path) -> None:
         content = (b"hp_muon_plugin" * (length // 14 + 1))[:length]
         (tmp_path / "x").write_bytes(content)
         assert hashed(tmp_path / "x") == FileInfo(length, xxhash.xxh3_128_hexdigest(content))
+
+
+@pytest.mark.parametrize("text", ["", "{", "\0\1"])
+def test_a_damaged_manifest_is_not_taken_for_another_format(text: str, tmp_path: Path) -> None:
+    written(gpt(1, hidden=16), "hp", tmp_path / "x").close()
+    (tmp_path / "x" / MANIFEST).write_text(text)
+    with pytest.raises(CheckpointError, match=r"manifest\.json: is damaged"):
+        open_checkpoint(tmp_path / "x")

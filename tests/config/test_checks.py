@@ -7,7 +7,7 @@ from hp_muon_plugin.config.checks import check_optimizer, check_train
 from hp_muon_plugin.config.choices import DataKind, FloatDtype, Precision, ScaleMode, Schedule, TensorParallelMode
 from hp_muon_plugin.config.optimizer import AdamW, HpMuon
 from hp_muon_plugin.config.options import from_options
-from hp_muon_plugin.config.trainer import MLA, MoE, Train
+from hp_muon_plugin.config.trainer import MLA, MoE, Train, default_warmup
 from hp_muon_plugin.errors import ConfigError, ConfigErrors
 
 MEGATRON = {"data__kind": DataKind.megatron, "data__path": "x", "data__vocab_size": 9}
@@ -46,6 +46,12 @@ def test_the_defaults_are_valid() -> None:
     assert errors_of(changed(optimizer=AdamW())) == []
 
 
+@pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (9, 0), (57, 5), (200, 20), (100_000, 20)])
+def test_a_run_of_any_length_has_a_warm_up_that_fits(steps: int, warmup: int) -> None:
+    assert errors_of(changed(run__steps=steps)) == []
+    assert default_warmup(steps) == warmup
+
+
 @pytest.mark.parametrize(
     ("values", "option"),
     [
@@ -75,6 +81,7 @@ def test_the_defaults_are_valid() -> None:
         ({"run__global_batch_size": 33}, "run.global_batch_size"),
         ({"run__micro_batch_size": 0}, "run.micro_batch_size"),
         ({"lr_schedule__warmup_steps": 200}, "lr_schedule.warmup_steps"),
+        ({"lr_schedule__warmup_steps": 5, "run__steps": 5}, "lr_schedule.warmup_steps"),
         ({"lr_schedule__min_ratio": 2.0}, "lr_schedule.min_ratio"),
         ({"data__split": "90,10"}, "data.split"),
         ({"data__split": "90,0,10"}, "data.split"),
