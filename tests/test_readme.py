@@ -22,6 +22,7 @@ SMALLER = {
     "newton-schulz": ["--only", "16x64", "--threads", "1", "--seconds", "0.1"],
     "optimizer": ["--only", "4x16x64", "--ranks", "2", "--peers", "none", "--strategies", "auto", "--seconds", "1"],
     "trainer": ["--only", "dense32x1", "--ranks", "2", "--seconds", "0.1"],
+    "convert": ["--only", "hp-torch_dist", "--mib", "2", "--seconds", "0.1"],
     "fsdp": ["--only", "16x2", "--ranks", "2", "--tokens", "8", "--seconds", "0.1"],
 }
 EXAMPLE_DATA = "/prefix/of/bin-and-idx"
@@ -77,7 +78,7 @@ def test_a_command_runs_as_it_stands(line: str, tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=220, check=False)
     assert done.returncode == 0, done.stderr
     if "bench" in arguments:
-        wanted = {"fsdp": ["ratio"], "trainer": ["ratio"], "optimizer": ["auto (hp)"]}
+        wanted = {**dict.fromkeys(("fsdp", "trainer", "convert"), ["ratio"]), "optimizer": ["auto (hp)"]}
         wanted = wanted.get(arguments[1], ["standard float32", "gram float32"])
         assert any(text in done.stdout for text in wanted)
         assert list(tmp_path.rglob("*.json"))

@@ -23,8 +23,11 @@ class Copyable(torch.optim.Optimizer):
         raise NotImplementedError
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused once the optimizer is built: its plan is of the parameters that it was built with."""
-        if self._is_built:
+        """Gives parameters another group; refuses those that the optimizer was not built with and has no plan of."""
+        given = param_group["params"]
+        param_group["params"] = params = [given] if isinstance(given, torch.Tensor) else list(given)
+        unnamed = [param[1] if isinstance(param, tuple) else param for param in params]
+        if self._is_built and any(param not in self.specs for param in unnamed):
             fix = "build the optimizer anew with all parameters, and give it this one's state_dict()"
             raise ConfigError("params", "add_param_group", "would add parameters without a route or a plan", fix)
         super().add_param_group(param_group)
