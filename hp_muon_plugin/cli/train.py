@@ -9,6 +9,7 @@ from omegaconf import DictConfig
 
 from hp_muon_plugin.checkpoint.folders import TRACKER
 from hp_muon_plugin.cli.hydra_app import complain, flags_first, run_hydra, say
+from hp_muon_plugin.cli.interrupts import raise_if_interrupted
 from hp_muon_plugin.cli.plan_text import plan_text, warnings_text
 from hp_muon_plugin.config.checkpoint_checks import is_saving
 from hp_muon_plugin.config.checks import check_train
@@ -46,6 +47,7 @@ def _job(composed: DictConfig) -> int:
     config = typed_train(composed)
     world_size = _world_size(config)
     _check(config, world_size)
+    raise_if_interrupted()  # a resolver may have dropped it
     folder = Path(HydraConfig.get().runtime.output_dir)
     if config.run.dry:
         if speaks():
