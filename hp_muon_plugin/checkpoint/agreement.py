@@ -1,6 +1,5 @@
 """Steps that all ranks take together: one that fails stops all of them with its cause, and none waits for it."""
 
-import errno
 import re
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -8,6 +7,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from hp_muon_plugin.checkpoint.folders import NO_ROOM
 from hp_muon_plugin.errors import CheckpointError, HpMuonError
 
 T = TypeVar("T")
@@ -130,7 +130,6 @@ class Team:
         return tuple(int(flag) for flag in flags)
 
 
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _CUT_SHORT = re.compile(
     r"inline_container.*(unexpected pos|failed writing|write failed)"
 )  # torch's words for a full disk
@@ -144,7 +143,7 @@ def _attempt(function: Callable[[], Any]) -> _Answer:
     except HpMuonError as error:
         return str(error), None
     except Exception as error:  # it stops all ranks
-        is_full = isinstance(error, OSError) and error.errno in _NO_ROOM
+        is_full = isinstance(error, OSError) and error.errno in NO_ROOM
         room = "\n  fix: make room on the disk, or save elsewhere" if is_full or _CUT_SHORT.search(str(error)) else ""
         return f"{type(error).__name__}: {error}{room}", None
 

@@ -4,6 +4,7 @@
 A checkpoint is written to ``SAVE/iter_0000010.hp_muon_partial`` and renamed when it is whole.
 """
 
+import errno
 import logging
 import os
 import re
@@ -20,6 +21,8 @@ MANIFEST = "manifest.json"
 TRACKER = "latest_checkpointed_iteration.txt"
 PARTIAL = ".hp_muon_partial"
 """Ends the name of what is being written. What is found under it is removed, so it is no name that users give."""
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Numbers of the errors of a full disk, quota or file limit."""
 OLD = ".hp_muon_old"
 """Ends the name of what is being replaced; likewise."""
 _FOLDER = re.compile(r"iter_(\d{7,})")

@@ -1,6 +1,5 @@
 """How a converted checkpoint gets its name: lock, temporary folder, rename, tracker last. Kills do no harm."""
 
-import errno
 import fcntl
 import os
 import shutil
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hp_muon_plugin.checkpoint.detect import TRACKER, is_checkpoint
-from hp_muon_plugin.checkpoint.folders import OLD, PARTIAL, publish, sync_folder, write_durably
+from hp_muon_plugin.checkpoint.folders import NO_ROOM, OLD, PARTIAL, publish, sync_folder, write_durably
 from hp_muon_plugin.checkpoint.syncing import sync_file
 from hp_muon_plugin.errors import CheckpointError, ConfigError
 
@@ -116,7 +115,7 @@ def placed(target: Destination, note: Callable[[str], None] = lambda text: None)
             publish(target.partial, target.final)
         except OSError as error:
             shutil.rmtree(target.partial, ignore_errors=True)
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            if error.errno in NO_ROOM:
                 raise CheckpointError(
                     f"{folder}: {error.strerror} while writing; what was written is removed, nothing else was touched\n"
                     "  fix: free some space, or name a folder on another disk"
