@@ -27,6 +27,7 @@ def calibrate(
     budget_s: float = 1.0,
     shorts: Sequence[int] = _SHORTS,
     aspects: Sequence[float] = _ASPECTS,
+    dtype: FloatDtype | None = None,
     report: Callable[[str], None] = print,
 ) -> list[Rule]:
     """Measure a grid of shapes and keep the fastest algorithm of each.
@@ -36,13 +37,19 @@ def calibrate(
         budget_s: About how long to take for one shape.
         shorts: Short sides.
         aspects: Long side divided by short side, falling.
+        dtype: Type of the products, for rows that decide where it is asked for. None: types among which the
+            table may choose by itself.
         report: Receives one line per shape: its choice.
 
     Returns:
         Rows for this device, the first that fits decides. A short side between two measured ones
         goes with the one that is nearer in proportion.
     """
-    rules = [Rule(device.type, _ALWAYS_STANDARD_BELOW, 1.0, Algorithm(Form.standard))]
+    rules = [
+        Rule(
+            device.type, _ALWAYS_STANDARD_BELOW, 1.0, Algorithm(Form.standard, dtype=dtype or FloatDtype.float32), dtype
+        )
+    ]
     for index, short in enumerate(shorts):
         bound = _ANY if index + 1 == len(shorts) else round((short * shorts[index + 1]) ** 0.5)
         row: list[Rule] = []
@@ -50,24 +57,26 @@ def calibrate(
             long = round(short * aspect)
             if 4 * short * short * long > _MOST_FLOPS:
                 continue  # what is best at the next smaller aspect is taken
-            times = _times(device, short, long, budget_s)
+            times = _times(device, short, long, dtype, budget_s)
             best = min(times, key=lambda algorithm: times[algorithm])
             told = ", ".join(f"{algorithm} {1e3 * times[algorithm]:.3g}" for algorithm in times)
             report(f"{short} x {long}: {best}   (ms: {told})")
             if row and row[-1].algorithm == best:
                 row.pop()
-            row.append(Rule(device.type, bound, aspect if aspect > min(aspects) else 1.0, best))
+            row.append(Rule(device.type, bound, aspect if aspect > min(aspects) else 1.0, best, dtype))
         rules += row
     return rules
 
 
-def _times(device: torch.device, short: int, long: int, budget_s: float) -> dict[Algorithm, float]:
+def _times(
+    device: torch.device, short: int, long: int, dtype: FloatDtype | None, budget_s: float
+) -> dict[Algorithm, float]:
     count = max(1, min(64, _MATRIX_BYTES // (4 * short * long)))
     x = torch.randn(count, short, long, device=device)
     out = torch.empty_like(x)
     stacks = [Stack(x, (Target(out, 0, count),))]
     contenders = {}
-    for algorithm in _candidates(device, short):
+    for algorithm in _candidates(device, short, dtype):
         engine = NewtonSchulz(resolve_schedule(Schedule.keller), algorithm, device=device)
         contenders[str(algorithm)] = (algorithm, engine)
     runs = {name: (lambda engine=engine: engine(stacks)) for name, (_, engine) in contenders.items()}
@@ -76,9 +85,9 @@ def _times(device: torch.device, short: int, long: int, budget_s: float) -> dict
     return {contenders[name][0]: times[name].median(clock) for name in times}
 
 
-def _candidates(device: torch.device, short: int) -> Iterator[Algorithm]:
+def _candidates(device: torch.device, short: int, asked: FloatDtype | None) -> Iterator[Algorithm]:
     dtypes = [FloatDtype.float32] if device.type == "cpu" else [FloatDtype.float32, FloatDtype.float16]
-    for dtype in dtypes:
+    for dtype in dtypes if asked is None else [asked]:
         for form in Form:
             for blocks in (1, 2, 4, 8, 16) if short >= _SMALLEST_SYMMETRIC else (1,):
                 if blocks == 1 or short // blocks >= _SMALLEST_BLOCK:

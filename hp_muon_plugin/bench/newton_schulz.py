@@ -14,7 +14,7 @@ from hp_muon_plugin.bench.ns_cases import Case, Matrices
 from hp_muon_plugin.bench.ns_peers import Peer, peers
 from hp_muon_plugin.bench.report import Row
 from hp_muon_plugin.bench.timing import Times, interleave, paired_ratio
-from hp_muon_plugin.config.choices import Schedule
+from hp_muon_plugin.config.choices import FloatDtype, Schedule
 from hp_muon_plugin.muon.algorithm import TABLE, Algorithm, Rule, choose
 from hp_muon_plugin.muon.coefficients import resolve_schedule
 from hp_muon_plugin.muon.newton_schulz import NewtonSchulz, Stack, Target
@@ -47,19 +47,22 @@ class Contest:
     results: dict[str, Callable[[], Sequence[torch.Tensor]]]
 
 
-def contest(case: Case, device: torch.device, *, table: Sequence[Rule] = TABLE) -> Contest:
+def contest(
+    case: Case, device: torch.device, *, table: Sequence[Rule] = TABLE, dtype: FloatDtype | None = None
+) -> Contest:
     """Prepare ours and every installed peer on one input.
 
     Args:
         case: What to work on.
         device: Where.
         table: Algorithms of ours.
+        dtype: Type of ours; None leaves it to the table.
 
     Returns:
         The contest.
     """
     xs = case.matrices(device)
-    algorithm = choose(device.type, case.short, case.long, table=table)
+    algorithm = choose(device.type, case.short, case.long, table=table, dtype=dtype)
     found = peers()
     results: dict[str, Callable[[], Sequence[torch.Tensor]]] = {OURS: _ours(case, xs, algorithm, None)}
     results |= {name: _bound(peer, xs) for name, peer in found.items()}

@@ -9,18 +9,21 @@ from torch import nn
 from hp_muon_plugin.bench.opt_cases import Model
 from hp_muon_plugin.bench.opt_contenders import OURS, Builder, Contender, Run, Setting, torch_sharded
 from hp_muon_plugin.bench.opt_convention import LEARNING_RATE, MOMENTUM, WEIGHT_DECAY, Convention
-from hp_muon_plugin.config.choices import OuterMode, Strategy
+from hp_muon_plugin.config.choices import FloatDtype, OuterMode, Strategy
 from hp_muon_plugin.fsdp import hp_fully_shard
 from hp_muon_plugin.fsdp.api import schedule_of
 from hp_muon_plugin.muon import build_optimizer
 from hp_muon_plugin.muon.distributed.shards import shards_of
 
 CONVENTION = Convention()
+_HALF_CONVENTION = Convention(dtype="bfloat16")
 REPLICATED = "replicated"
 """Every rank holds all gradients and does all the work, as under DDP: what needs no strategy."""
 MEASURED = "measured"
 """``strategy=auto`` by rates that it measures at start, and not by the device's default: for slow links."""
-DEFAULT: tuple[str, ...] = tuple(Strategy)
+HALF = "auto-bf16"
+"""``strategy=auto`` in bfloat16, messages too: the type that most peers iterate in."""
+DEFAULT: tuple[str, ...] = (*Strategy, HALF)
 STRATEGIES: tuple[str, ...] = (*DEFAULT, MEASURED, REPLICATED)
 
 
@@ -46,6 +49,18 @@ def contenders(strategies: tuple[str, ...], *, replicas: int) -> dict[str, Build
             for outer in (OuterMode.broadcast, OuterMode.shard):
                 found[f"{OURS} {strategy} (hp {outer})"] = partial(build_hp, strategy=strategy, outer=outer)
     return found
+
+
+def convention_of(name: str) -> Convention:
+    """What a step of one of ours is.
+
+    Args:
+        name: Of the contender.
+
+    Returns:
+        Its convention.
+    """
+    return _HALF_CONVENTION if HALF in name else CONVENTION
 
 
 def make(model: nn.Module, **options: Any) -> Any:
@@ -87,6 +102,9 @@ def build_replicated(setting: Setting) -> Contender:
 
 
 def _options(strategy: str) -> dict[str, Any]:
+    if strategy == HALF:
+        half = FloatDtype.bfloat16
+        return {"strategy": Strategy.auto, "ns_dtype": half, "comm_dtype": half}
     return {"strategy": Strategy.auto, "rates": {"measure": True}} if strategy == MEASURED else {"strategy": strategy}
 
 

@@ -10,9 +10,8 @@ from typing import Any
 from hp_muon_plugin.bench.fsdp_traffic import SLOW
 from hp_muon_plugin.bench.opt_cases import Case, least_bytes
 from hp_muon_plugin.bench.opt_contenders import OURS, Peer
-from hp_muon_plugin.bench.opt_convention import Convention
 from hp_muon_plugin.bench.opt_lane import Job, Lane
-from hp_muon_plugin.bench.opt_ours import CONVENTION, contenders
+from hp_muon_plugin.bench.opt_ours import contenders, convention_of
 from hp_muon_plugin.bench.opt_places import Places
 from hp_muon_plugin.bench.opt_race import Entrant, Result, race
 from hp_muon_plugin.bench.report import Row
@@ -62,7 +61,8 @@ def run_cases(cases: Sequence[Case], field: Field, job: Job, folder: Path, *, se
         return lanes[key]
 
     main = lane_of(sys.executable, {})
-    entrants = {name: Entrant(main, CONVENTION) for name in contenders(field.strategies, replicas=job.replicas)}
+    ours = contenders(field.strategies, replicas=job.replicas)
+    entrants = {name: Entrant(main, convention_of(name)) for name in ours}
     for name, python in field.places.python.items():
         peer = field.peers[name]
         lane = main if job.testbed is not None else lane_of(python, peer.environment)
@@ -173,15 +173,3 @@ def _told(counts: Mapping[str, tuple[int, int]]) -> str:
     if not counts:
         return "none"
     return ", ".join(f"{number} {kind} ({num_bytes / 1e6:.1f} MB)" for kind, (number, num_bytes) in counts.items())
-
-
-def conventions(field: Field) -> dict[str, Convention]:
-    """What everyone's step is.
-
-    Args:
-        field: Who takes part.
-
-    Returns:
-        By name.
-    """
-    return {OURS: CONVENTION} | {name: field.peers[name].convention for name in field.places.python}

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hp_muon_plugin.cli import bench_convert, bench_fsdp, bench_optimizer, bench_trainer
+from hp_muon_plugin.config.choices import FloatDtype
 from hp_muon_plugin.errors import ConfigError, HpMuonError
 
 if TYPE_CHECKING:
@@ -64,6 +65,12 @@ def _add_newton_schulz(commands: "argparse._SubParsersAction[argparse.ArgumentPa
     parser.add_argument("--device", default="cpu", help="cpu, cuda or npu (default cpu)")
     parser.add_argument("--seconds", type=float, default=15.0, help="about how long one row takes (default 15)")
     parser.add_argument("--out", type=Path, default=Path("outputs/bench"), help="folder (default outputs/bench)")
+    parser.add_argument(
+        "--ns-dtype",
+        type=FloatDtype,
+        choices=list(FloatDtype),
+        help="type of ours, as optimizer.ns_dtype (default: by the table)",
+    )
     parser.add_argument("--table", type=Path, metavar="FILE", help="algorithms to use, from --calibrate")
     parser.add_argument(
         "--calibrate", type=Path, metavar="FILE", help="measure which algorithm is fastest, and write it"
@@ -79,7 +86,8 @@ def _newton_schulz(options: argparse.Namespace) -> int:
     from hp_muon_plugin.bench.machine import describe, measure_rates, rates_for_json
     from hp_muon_plugin.bench.ns_cases import MISSION, parse_case, read_cases
     from hp_muon_plugin.bench.report import write_report
-    from hp_muon_plugin.muon.algorithm import TABLE, load_table
+    from hp_muon_plugin.muon.algorithm import TABLE
+    from hp_muon_plugin.muon.rule_file import load_table
 
     cases = list(MISSION)
     if options.shapes:
@@ -91,7 +99,8 @@ def _newton_schulz(options: argparse.Namespace) -> int:
     table = load_table(options.table) if options.table else TABLE
     device = _device(options.device)
     if options.calibrate:
-        return _calibrate(options.calibrate, device, threads[0], cases if options.only or options.shapes else [])
+        chosen = cases if options.only or options.shapes else []
+        return _calibrate(options.calibrate, device, threads[0], chosen, options.ns_dtype)
     clock = "cpu" if device.type == "cpu" else "wall"
     machine: dict[str, object] = describe(device)
     rows = []
@@ -101,7 +110,7 @@ def _newton_schulz(options: argparse.Namespace) -> int:
             rates = measure_rates(device, clock=clock)
             machine[f"rates with {count} threads (GFLOP/s, GB/s)"] = rates_for_json(rates)
             for case in cases:
-                contest = newton_schulz.contest(case, device, table=table)
+                contest = newton_schulz.contest(case, device, table=table, dtype=options.ns_dtype)
                 errors = newton_schulz.judge(contest)
                 row = newton_schulz.measure(
                     contest, rates, device, clock=clock, budget_s=options.seconds, errors=errors
@@ -111,26 +120,29 @@ def _newton_schulz(options: argparse.Namespace) -> int:
                 rows.append(row)
                 print(_line(row), flush=True)
     name = "newton_schulz" if device.type == "cpu" else f"newton_schulz_{device.type}"
+    name += f"_{options.ns_dtype}" if options.ns_dtype else ""
     for path in write_report(options.out, name, "Newton-Schulz", rows, machine, about=_ABOUT):
         print(path)
     return 0
 
 
-def _calibrate(path: Path, device: "torch.device", threads: int, cases: "Sequence[Case]") -> int:
+def _calibrate(
+    path: Path, device: "torch.device", threads: int, cases: "Sequence[Case]", dtype: FloatDtype | None
+) -> int:
     import torch
 
     from hp_muon_plugin.bench.calibrate import calibrate
     from hp_muon_plugin.bench.machine import describe
-    from hp_muon_plugin.muon.algorithm import save_table
+    from hp_muon_plugin.muon.rule_file import save_table
 
     torch.set_num_threads(threads)
     with torch.inference_mode():
         if cases:
             shorts = sorted({case.short for case in cases})
             aspects = sorted({case.long / case.short for case in cases}, reverse=True)
-            rules = calibrate(device, shorts=shorts, aspects=aspects)
+            rules = calibrate(device, shorts=shorts, aspects=aspects, dtype=dtype)
         else:
-            rules = calibrate(device)
+            rules = calibrate(device, dtype=dtype)
     save_table(rules, path, note=f"{describe(device)}, {threads} threads")
     print(f"{path}: {len(rules)} rows; use it with optimizer.ns_table={path}")
     return 0

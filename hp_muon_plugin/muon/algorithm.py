@@ -1,18 +1,14 @@
 """Which form of the iteration is fastest where: a table by short side, aspect and device.
 
 The rows are measured, not derived: ``hp-muon bench newton-schulz --calibrate`` measures them again on
-the machine at hand and writes a file that :func:`load_table` reads.
+the machine at hand and writes a file that :func:`~hp_muon_plugin.muon.rule_file.load_table` reads.
 """
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from pathlib import Path
-from typing import Any
 
 from hp_muon_plugin.config.choices import FloatDtype
-from hp_muon_plugin.errors import ConfigError
 from hp_muon_plugin.muon.coefficients import Coefficients
 from hp_muon_plugin.muon.runs import BFLOAT16, FLOAT16, IEEE_FLOAT32, GramPrecision, segments
 
@@ -116,12 +112,15 @@ class Rule:
         short_below: Fits short sides smaller than this.
         aspect_from: Fits ``long / short`` of at least this.
         algorithm: What to use.
+        asked: The type of products that must be asked for (``optimizer.ns_dtype``) for the row to fit; None
+            for rows that decide where none is.
     """
 
     device: str
     short_below: int
     aspect_from: float
     algorithm: Algorithm
+    asked: FloatDtype | None = None
 
     def fits(self, device: str, short: int, long: int) -> bool:
         """Whether the row is for a shape on a device."""
@@ -129,11 +128,12 @@ class Rule:
 
 
 _ANY = 1 << 62
-_FIX = "write one with hp-muon bench newton-schulz --calibrate FILE, or leave it out"
+_BF16 = FloatDtype.bfloat16
 
 # Below 12 a single direction that float32 Gram matrices lose (singular values below 2.4e-4 of the norm)
 # weighs more than 1.5e-3 of the result: the standard form, which costs little there.
 # CPU rows: measured on 2 cores of an AMD EPYC (Zen 4), torch 2.13, float32; docs/benchmarks has the runs.
+# bfloat16 on the CPU is not chosen there: it is a thousand times less accurate.
 # CUDA and NPU rows: not run on hardware. They follow the operation counts: small matrices are bound by
 # launches and bandwidth, where the Gram form needs fewest of both; large ones are bound by arithmetic,
 # and float16 after exact scaling is 4 to 9 times as accurate as bfloat16 at the same rate.
@@ -149,6 +149,17 @@ TABLE: tuple[Rule, ...] = (
     Rule("cpu", 724, 1.0, Algorithm(Form.standard, 8, shared_blocks=2)),
     Rule("cpu", _ANY, 1.5, Algorithm(Form.gram, 16)),
     Rule("cpu", _ANY, 1.0, Algorithm(Form.standard, 16)),
+    Rule("cpu", 12, 1.0, Algorithm(Form.standard, dtype=_BF16), _BF16),
+    Rule("cpu", 39, 4.0, Algorithm(Form.gram, dtype=_BF16), _BF16),
+    Rule("cpu", 39, 1.0, Algorithm(Form.standard, dtype=_BF16), _BF16),
+    Rule("cpu", 270, 2.0, Algorithm(Form.gram, dtype=_BF16), _BF16),
+    Rule("cpu", 405, 4.0, Algorithm(Form.gram, 2, _BF16), _BF16),
+    Rule("cpu", 405, 2.0, Algorithm(Form.gram, dtype=_BF16), _BF16),
+    Rule("cpu", 405, 1.0, Algorithm(Form.standard, dtype=_BF16), _BF16),
+    Rule("cpu", 724, 1.5, Algorithm(Form.gram, 4, _BF16), _BF16),
+    Rule("cpu", 724, 1.0, Algorithm(Form.standard, 4, _BF16), _BF16),
+    Rule("cpu", _ANY, 1.5, Algorithm(Form.gram, 8, _BF16), _BF16),
+    Rule("cpu", _ANY, 1.0, Algorithm(Form.standard, 8, _BF16), _BF16),
     Rule("cuda", 12, 1.0, Algorithm(Form.standard)),
     Rule("cuda", 257, 1.0, Algorithm(Form.gram)),
     Rule("cuda", _ANY, 1.0, Algorithm(Form.gram, dtype=FloatDtype.float16, has_kernel=True)),
@@ -159,7 +170,9 @@ TABLE: tuple[Rule, ...] = (
 )
 
 
-def choose(device: str, short: int, long: int, *, table: Sequence[Rule] = TABLE) -> Algorithm:
+def choose(
+    device: str, short: int, long: int, *, table: Sequence[Rule] = TABLE, dtype: FloatDtype | None = None
+) -> Algorithm:
     """The algorithm for matrices of a shape.
 
     Args:
@@ -167,12 +180,24 @@ def choose(device: str, short: int, long: int, *, table: Sequence[Rule] = TABLE)
         short: Short side.
         long: Long side; for a group of different long sides the shortest of them.
         table: Rows, the first that fits decides.
+        dtype: Type of the products that is asked for; None leaves it to the table.
 
     Returns:
-        The algorithm.
+        The algorithm. Where the table has no row for a type that is asked for, it is what the table has for
+        the shape, in that type.
     """
     known = device if device in ("cpu", "npu") else "cuda"
-    return next(rule.algorithm for rule in table if rule.fits(known, short, long))
+    fitting = [rule for rule in table if rule.fits(known, short, long)]
+    if dtype is not None:
+        for rule in fitting:
+            if rule.asked is dtype:
+                return rule.algorithm
+    found = next(rule.algorithm for rule in fitting if rule.asked is None)
+    if dtype is None or dtype is found.dtype:
+        return found
+    if known == "cpu":  # blocks were measured in another type
+        return Algorithm(found.form, dtype=dtype)
+    return replace(found, dtype=dtype)
 
 
 # Accelerators run a batch in about the time of one launch per product, so that matrices of nearly the
@@ -227,51 +252,3 @@ def is_gathered(device: str, rows: int, cols: int, *, num_threads: int) -> bool:
     """
     call_s = _CALL_S + (_MEETING_S if num_threads > 1 else 0.0)
     return device == "cpu" and 2 * 4 * rows * cols / _COPY_BYTES_PER_S < 2 * call_s
-
-
-def load_table(path: Path) -> tuple[Rule, ...]:
-    """Read a table that calibration wrote; rows for other devices keep their defaults.
-
-    Args:
-        path: A JSON file.
-
-    Returns:
-        The rows of the file before the built-in ones.
-
-    Raises:
-        ConfigError: If there is no such file, or it holds no table.
-    """
-    try:
-        rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-        read = [_read_rule(row) for row in rows]
-    except FileNotFoundError:
-        raise ConfigError("optimizer.ns_table", path, "there is no such file", _FIX) from None
-    except (ValueError, KeyError, TypeError, IndexError) as error:
-        why = f"is no table of algorithms ({type(error).__name__}: {error})"
-        raise ConfigError("optimizer.ns_table", path, why, _FIX) from None
-    return (*read, *TABLE)
-
-
-def _read_rule(row: dict[str, Any]) -> Rule:
-    told = row["algorithm"]
-    algorithm = Algorithm(
-        Form(told["form"]),
-        int(told["num_blocks"]),
-        FloatDtype(told["dtype"]),
-        bool(told.get("has_kernel", False)),
-        int(told.get("shared_blocks", 0)),
-    )
-    return Rule(str(row["device"]), int(row["short_below"]), float(row["aspect_from"]), algorithm)
-
-
-def save_table(rules: Sequence[Rule], path: Path, *, note: str) -> None:
-    """Write measured rows.
-
-    Args:
-        rules: Rows of one device.
-        path: JSON file to write.
-        note: Where and with what they were measured.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    content = {"note": note, "rows": [asdict(rule) for rule in rules]}
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -1,7 +1,7 @@
 """Matrices that are orthogonalised at once: by short side, algorithm and shape."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from hp_muon_plugin.config.choices import FloatDtype
 from hp_muon_plugin.layout.cut import Cut
@@ -138,8 +138,7 @@ def fused_batches(
     for part in parts:
         short, long = _sides(part.rows, part.cols, part.cut)
         if part.cut is Cut.none:
-            algorithm = choose(device, short, long, table=table)
-            algorithm = algorithm if dtype is None else replace(algorithm, dtype=dtype)
+            algorithm = choose(device, short, long, table=table, dtype=dtype)
             short = padded_short(device, algorithm, short, long)
         else:
             algorithm = gram_algorithm(device, short, table)

@@ -27,21 +27,26 @@ class Inputs:
         self._dtype = dtype
         self._non_finite = non_finite
         self._always_scales = always_scales
-        self.are_scaled = always_scales or dtype is not torch.float32
+        self.are_scaled = always_scales or dtype is torch.float16
         """Whether everything read is in range without a look at its squares."""
         self.num_non_finite = torch.zeros((), dtype=torch.int64, device=workspace.device)
         """Matrices left out so far."""
 
-    def read(self, chunk: Sequence[Stack]) -> list[torch.Tensor]:
+    def read(self, chunk: Sequence[Stack], *, are_turned: bool = False) -> list[torch.Tensor]:
         """The matrices in the type of the products, and in range if they always are.
 
         Args:
             chunk: Stacks.
+            are_turned: Whether tall matrices are copied as wide ones.
 
         Returns:
-            ``(B, M, N)`` of each; the caller's own tensors if they may be.
+            ``(B, M, N)`` of each, or ``(B, N, M)``; the caller's own tensors if they may be.
         """
-        return [self._copied(stack, position) for position, stack in enumerate(chunk)]
+        found = []
+        for position, stack in enumerate(chunk):
+            x, is_turned = stack.x, are_turned and stack.x.shape[1] > stack.x.shape[2]
+            found.append(self._copied(x.mT if is_turned else x, stack, position, is_turned=is_turned))
+        return found
 
     def rescaled(self, current: Sequence[torch.Tensor], chunk: Sequence[Stack]) -> list[torch.Tensor]:
         """Matrices whose squares left the range, in range.
@@ -59,21 +64,23 @@ class Inputs:
             for position, x in enumerate(current)
         ]
 
-    def _copied(self, stack: Stack, position: int) -> torch.Tensor:
-        x = stack.x
-        if self._dtype is not torch.float32:
+    def _copied(self, x: torch.Tensor, stack: Stack, position: int, *, is_turned: bool) -> torch.Tensor:
+        if self.are_scaled and self._dtype is not torch.float32:
             copy = self._workspace.take(f"copied.{position}", tuple(x.shape), self._dtype)
             scaled_half(self._cleaned(x, position), copy)
             return copy
-        if x.dtype is not torch.float32:
-            x = self._workspace.take(f"copied.{position}", tuple(x.shape)).copy_(x)
+        if x.dtype is not self._dtype or is_turned:
+            x = self._workspace.take(f"copied.{position}", tuple(x.shape), self._dtype).copy_(x)
         if not self._always_scales:
             return x
         x = self._cleaned(x, position)
         return self._scaled(x, position, is_kept=x is stack.x and not stack.is_scratch)
 
     def _scaled(self, x: torch.Tensor, position: int, *, is_kept: bool) -> torch.Tensor:
-        return scaled(x, self._workspace.take(f"scaled.{position}", tuple(x.shape)) if is_kept else x)
+        out = self._workspace.take(f"scaled.{position}", tuple(x.shape), self._dtype) if is_kept else x
+        if self._dtype is torch.float32:
+            return scaled(x, out)
+        return out.copy_(scaled(x.float(), x.float()))  # rare: its allocations are no matter
 
     def _cleaned(self, x: torch.Tensor, position: int) -> torch.Tensor:
         """With ``non_finite=skip``: a copy in which bad matrices are zero, and counted."""

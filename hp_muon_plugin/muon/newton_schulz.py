@@ -34,6 +34,7 @@ from hp_muon_plugin.muon.scaling import is_in_range, refuse_non_finite
 from hp_muon_plugin.muon.small_matrices import SmallMatrices
 from hp_muon_plugin.muon.stack import Stack, Target, chunks
 from hp_muon_plugin.muon.workspace import Workspace
+from hp_muon_plugin.muon.writing import write, write_turned
 
 __all__ = ["NewtonSchulz", "Stack", "Target", "orthogonalize"]
 
@@ -193,7 +194,8 @@ class NewtonSchulz:
             self._run(stacks, known)
             return
         present = [stack for stack in stacks if stack.x.numel()]
-        for chunk in chunks(present, self._max_bytes, self._device) if present else ():
+        itemsize = self._dtype.itemsize
+        for chunk in chunks(present, self._max_bytes, self._device, itemsize=itemsize) if present else ():
             self._run(chunk, self._known(chunk, precision) or self._prepare(chunk, precision))
 
     def _known(self, chunk: Sequence[Stack], precision: GramPrecision) -> Prepared | None:
@@ -201,7 +203,7 @@ class NewtonSchulz:
         return self._prepared.get(_key(chunk, precision))
 
     def _prepare(self, chunk: Sequence[Stack], precision: GramPrecision) -> Prepared:
-        shapes = [stack.x.shape for stack in chunk]
+        shapes = [_shape(stack, is_turned=self._products.turns_tall) for stack in chunk]
         threads = torch.get_num_threads()
         apart = [is_gathered(self._device.type, *shape[1:], num_threads=threads) for shape in shapes]
         prepared = prepare(shapes, apart, self._runs_of(precision), self._products, self._workspace, self._dtype)
@@ -216,7 +218,7 @@ class NewtonSchulz:
             self._version = self._workspace.version
 
     def _run(self, chunk: Sequence[Stack], prepared: Prepared) -> None:
-        current = self._inputs.read(chunk)
+        current = self._inputs.read(chunk, are_turned=self._products.turns_tall)
         if prepared.places:
             current = gathered(current, prepared.places)
         self._form(current, prepared)
@@ -238,7 +240,9 @@ class NewtonSchulz:
                 continue
             for index in members:
                 for target in chunk[index].targets:
-                    self._write(target, current[index], prepared.q[index], program.identity)
+                    is_turned = current[index].shape[1:] != chunk[index].x.shape[1:]
+                    put = write_turned if is_turned else write
+                    put(target, current[index], prepared.q[index], program.identity, self._workspace)
 
     def _form(self, current: Sequence[torch.Tensor], prepared: Prepared) -> None:
         run_all(prepared.clear)
@@ -258,24 +262,10 @@ class NewtonSchulz:
         run_all(prepared.first)
         return current
 
-    def _write(self, target: Target, x: torch.Tensor, q: torch.Tensor, identity: float) -> None:
-        left, right, addend = target.factors(x, q)
-        out = target.tensor
-        if out.dtype is self._dtype:
-            beta = identity * target.scale
-            if beta == 0.0:
-                addend, beta = out, target.keep
-            if beta == 0.0 and target.scale == 1.0:
-                torch.bmm(left, right, out=out)  # the same, with less around it
-                return
-            torch.baddbmm(addend, left, right, beta=beta, alpha=target.scale, out=out)
-            return
-        product = self._workspace.take("product", tuple(out.shape), self._dtype)
-        torch.baddbmm(addend, left, right, beta=identity, out=product)
-        if target.keep == 0.0:
-            out.copy_(product.mul_(target.scale))
-        else:
-            out.mul_(target.keep).add_(product, alpha=target.scale)
+
+def _shape(stack: Stack, *, is_turned: bool) -> torch.Size:
+    count, rows, cols = stack.x.shape
+    return torch.Size((count, cols, rows)) if is_turned and rows > cols else stack.x.shape
 
 
 def _key(chunk: Sequence[Stack], precision: GramPrecision) -> _Key:

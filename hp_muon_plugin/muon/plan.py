@@ -11,12 +11,13 @@ from pathlib import Path
 
 from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.layout.spec import ParamSpec
-from hp_muon_plugin.muon.algorithm import TABLE, Rule, load_table
+from hp_muon_plugin.muon.algorithm import TABLE, Rule
 from hp_muon_plugin.muon.balance import divide
 from hp_muon_plugin.muon.batches import FLOAT_BYTES, Family, FusedBatch, PlannedPart, fused_batches
 from hp_muon_plugin.muon.coefficients import Coefficients, resolve_schedule
 from hp_muon_plugin.muon.pieces import Piece, Router, Way
 from hp_muon_plugin.muon.rates import rates_of
+from hp_muon_plugin.muon.rule_file import load_table
 from hp_muon_plugin.muon.stage import PlannedCollective, Stage
 
 __all__ = ["Family", "FusedBatch", "MuonPlan", "PlannedCollective", "PlannedPart", "Stage", "build_plan"]

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
+from hp_muon_plugin.config.choices import FloatDtype
 from hp_muon_plugin.muon.algorithm import Algorithm
 from hp_muon_plugin.muon.workspace import Workspace
 
@@ -40,9 +41,11 @@ class Products(Protocol):
 
     Attributes:
         is_mirroring: Whether blocks of the results are transposed into place on the CPU.
+        turns_tall: Whether tall matrices had better be read as wide ones.
     """
 
     is_mirroring: bool
+    turns_tall: bool
 
     def gram(self, x: torch.Tensor, out: torch.Tensor) -> list[Operation]:
         """``out = X X^T`` where ``out`` has as many rows as ``X``, otherwise ``X^T X``.
@@ -81,6 +84,7 @@ class FullProducts:
     """Every entry is computed: batched products in one call each."""
 
     is_mirroring = False
+    turns_tall = False
 
     def gram(self, x: torch.Tensor, out: torch.Tensor) -> list[Operation]:
         """See :class:`Products`."""
@@ -116,6 +120,7 @@ class BlockSymmetricProducts:
     """
 
     is_mirroring = True
+    turns_tall = False
 
     def __init__(self, num_blocks: int, workspace: Workspace) -> None:
         self._num_blocks = num_blocks
@@ -158,21 +163,12 @@ class BlockSymmetricProducts:
             operations.append(Operation(torch.baddbmm, *args, beta=factor, out=out[:, rows, cols]))
         return operations + self._mirror(out)
 
-    def _rows(self, size: int) -> list[tuple[int, int]]:
-        blocks = min(self._num_blocks, size)
-        bounds = [size * block // blocks for block in range(blocks + 1)]
-        return list(zip(bounds, bounds[1:], strict=False))
-
     def _blocks(self, size: int) -> list[tuple[slice, slice]]:
-        """Blocks that cover the lower triangle: one per block row, or larger squares if there are many rows."""
-        rows = self._rows(size)
-        if len(rows) < _SQUARES_FROM:
-            return [(slice(start, stop), slice(stop)) for start, stop in rows]
-        return list(_squares([start for start, _ in rows] + [size]))
+        return lower_blocks(block_rows(size, self._num_blocks))
 
     def _mirror(self, out: torch.Tensor) -> list[Operation]:
         operations = []
-        for start, stop in self._rows(out.shape[1]):
+        for start, stop in block_rows(out.shape[1], self._num_blocks):
             if start:
                 below = out[:, start:stop, :start].mT
                 operations.append(Operation(out[:, :start, start:stop].copy_, below))
@@ -181,6 +177,35 @@ class BlockSymmetricProducts:
             operations.append(Operation(torch.add, block, block.mT, out=scratch))
             operations.append(Operation(torch.mul, scratch, self._half, out=block))
         return operations
+
+
+def block_rows(size: int, num_blocks: int) -> list[tuple[int, int]]:
+    """Bounds of block rows of about equal height.
+
+    Args:
+        size: Rows.
+        num_blocks: Block rows, of one row at least.
+
+    Returns:
+        First row and end of each.
+    """
+    blocks = min(num_blocks, size)
+    bounds = [size * block // blocks for block in range(blocks + 1)]
+    return list(zip(bounds, bounds[1:], strict=False))
+
+
+def lower_blocks(rows: list[tuple[int, int]]) -> list[tuple[slice, slice]]:
+    """Blocks that cover the lower triangle: one per block row, or larger squares if there are many rows.
+
+    Args:
+        rows: From :func:`block_rows`.
+
+    Returns:
+        Rows and columns of each block.
+    """
+    if len(rows) < _SQUARES_FROM:
+        return [(slice(start, stop), slice(stop)) for start, stop in rows]
+    return list(_squares([start for start, _ in rows] + [rows[-1][1]]))
 
 
 def _squares(bounds: list[int]) -> Iterator[tuple[slice, slice]]:
@@ -210,6 +235,10 @@ def products_of(algorithm: Algorithm, workspace: Workspace, num_threads: int) ->
 
         return TritonProducts()
     blocks = algorithm.blocks(num_threads)
+    if blocks > 1 and algorithm.dtype is not FloatDtype.float32 and workspace.device.type == "cpu":
+        from hp_muon_plugin.muon.half_products import HalfSymmetricProducts
+
+        return HalfSymmetricProducts(blocks, workspace)
     if blocks > 1:
         return BlockSymmetricProducts(blocks, workspace)
     return FullProducts()

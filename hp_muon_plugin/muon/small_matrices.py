@@ -4,7 +4,7 @@ Everything between the Gram matrices and the factors ``Q`` depends only on how m
 are and on their short side. So it is written down once, as a list of calls, and run at every step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -58,7 +58,8 @@ class SmallMatrices:
 
     Four buffers of ``(B, m, m)`` are used, ``16 B m^2`` bytes in float32; two if every run has one step. Then
     there is room to keep their rows from lying a power of two apart, which makes mirroring slow. Products
-    that mirror nothing are faster without: 3 % at 128.
+    that mirror nothing are faster without: 3 % at 128. So are those in half precision on the CPU, which want
+    contiguous matrices.
 
     Args:
         count: ``B``.
@@ -80,7 +81,8 @@ class SmallMatrices:
         longest_run: int = 2,
     ) -> None:
         shape = (count, short, short)
-        take = workspace.take_padded if longest_run == 1 and products.is_mirroring else workspace.take
+        is_padded = longest_run == 1 and products.is_mirroring and dtype is torch.float32
+        take = workspace.take_padded if is_padded else workspace.take
         self.gram = take("gram", shape, dtype)
         self._another = partial(take, "another", shape, dtype)
         self._products = products
@@ -143,7 +145,7 @@ class SmallMatrices:
                 q = grown
         assert q is not None, "a run has at least one step"
         if is_first:
-            operations.append(Operation(q.mul_, self.normalizer.root))
+            operations += _each(torch.Tensor.mul_, q, self.normalizer.root)
         return RunProgram(tuple(operations), q, run[0][0] if is_apart else 0.0, complete)
 
     def _without_identity(self, row: Coefficients, gram: torch.Tensor, out: torch.Tensor) -> list[Operation]:
@@ -163,12 +165,22 @@ class SmallMatrices:
             trace,
             (Operation(torch.sum, diagonal, dim=-1, dtype=torch.float32, out=trace),),
             Operation(torch.maximum, trace, smallest, out=trace),
-            (
-                Operation(self.gram.div_, column),
-                Operation(torch.rsqrt, column, out=root),
-            ),
+            (*_each(torch.Tensor.div_, self.gram, column), Operation(torch.rsqrt, column, out=root)),
             root,
         )
+
+
+def _each(
+    change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], of: torch.Tensor, by: torch.Tensor
+) -> list[Operation]:
+    """Change matrices in place by a float32 number each.
+
+    On the CPU a number without dimensions keeps its type, and the matrices theirs; one with dimensions makes torch
+    widen half-precision matrices in a temporary copy.
+    """
+    if of.dtype is torch.float32 or of.device.type != "cpu":
+        return [Operation(change, of, by)]
+    return [Operation(change, matrix, number) for matrix, number in zip(of, by.flatten(), strict=True)]
 
 
 def _scalar(value: float, like: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hp_muon_plugin.muon.limits import CPU_CACHE_BYTES, CPU_CUT_FROM, DEVICE_BYTES, SMALL_BUFFERS_BYTES
+from hp_muon_plugin.muon.limits import chunk_limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,22 +70,22 @@ class Stack:
         return min(self.x.shape[1:])
 
 
-def chunks(stacks: Sequence[Stack], max_bytes: int | None, device: torch.device) -> Sequence[Sequence[Stack]]:
+def chunks(
+    stacks: Sequence[Stack], max_bytes: int | None, device: torch.device, *, itemsize: int
+) -> Sequence[Sequence[Stack]]:
     """Cut stacks so that the small matrices of a chunk fit; targets are cut with them.
 
     Args:
         stacks: Not empty.
         max_bytes: Limit for ``16 B m^2``; None for the device's default.
         device: Where they live.
+        itemsize: Bytes of a number in products.
 
     Returns:
         Lists of stacks with at least one matrix each.
     """
     short = max([stack.short for stack in stacks])
-    if max_bytes is None:
-        is_cut = device.type == "cpu" and short >= CPU_CUT_FROM
-        max_bytes = CPU_CACHE_BYTES * torch.get_num_threads() if is_cut else DEVICE_BYTES
-    limit = max(1, max_bytes // (SMALL_BUFFERS_BYTES * short * short))
+    limit = chunk_limit(device.type, short, itemsize=itemsize, num_threads=torch.get_num_threads(), max_bytes=max_bytes)
     if sum([stack.x.shape[0] for stack in stacks]) <= limit:
         return [stacks]
     return list(_cut(stacks, limit))

@@ -108,6 +108,7 @@ class TritonProducts:
     """See :class:`hp_muon_plugin.muon.products.Products`; one kernel per product."""
 
     is_mirroring = False
+    turns_tall = False
 
     def gram(self, x: torch.Tensor, out: torch.Tensor) -> list[Operation]:
         """See :class:`Products`."""

@@ -17,8 +17,8 @@ from hp_muon_plugin.megatron.hooks import HOOKS, HookKind
 from hp_muon_plugin.megatron.lane_checks import check_lane
 from hp_muon_plugin.megatron.versions import CoreVersion, core_version
 from hp_muon_plugin.models.gpt_specs import gpt_specs, padded_vocab_size
-from hp_muon_plugin.muon.algorithm import load_table
 from hp_muon_plugin.muon.routing import Algorithm, route_parameters
+from hp_muon_plugin.muon.rule_file import load_table
 from hp_muon_plugin.train.index_file import check_index
 from hp_muon_plugin.train.text import build_pydoc_dataset, pydoc_tokens, unwritable_cache, vocabulary_size
 from hp_muon_plugin.train.token_checks import check_parts, check_vocabulary

@@ -15,8 +15,9 @@ from hp_muon_plugin.cli.main import main
 from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.errors import ConfigError
 from hp_muon_plugin.layout.spec import ParamSpec, Role, plain_matrix
-from hp_muon_plugin.muon.algorithm import TABLE, choose, load_table, save_table
+from hp_muon_plugin.muon.algorithm import TABLE, choose
 from hp_muon_plugin.muon.plan import build_plan
+from hp_muon_plugin.muon.rule_file import load_table, save_table
 
 CPU = torch.device("cpu")
 

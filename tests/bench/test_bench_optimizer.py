@@ -17,7 +17,14 @@ from hp_muon_plugin.bench.opt_convention import LEAST_LIMIT, Convention, Referen
 from hp_muon_plugin.bench.opt_everyone import peers
 from hp_muon_plugin.bench.opt_lane import Job, Lane, LaneError
 from hp_muon_plugin.bench.opt_naive import NAIVE
-from hp_muon_plugin.bench.opt_ours import CONVENTION, DEFAULT, REPLICATED, build_replicated, contenders
+from hp_muon_plugin.bench.opt_ours import (
+    CONVENTION,
+    DEFAULT,
+    REPLICATED,
+    build_replicated,
+    contenders,
+    convention_of,
+)
 from hp_muon_plugin.bench.opt_peers import torch_muon
 from hp_muon_plugin.bench.opt_places import Places, find_places
 from hp_muon_plugin.bench.opt_race import Entrant, Found, Result, _turns, race
@@ -126,9 +133,9 @@ def test_every_contender_of_ours_and_the_naive_form_are_right(
     reference = Reference(parse_case(text, "x"))
     for number, name in enumerate(builders):
         ranks = [torch.load(tmp_path / f"{number}.{rank}.pt") for rank in range(num_ranks)]
-        verdict = reference.judge(CONVENTION, ranks)
+        verdict = reference.judge(convention_of(name), ranks)
         assert verdict.is_right, name
-    assert len(builders) == (11 if replicas == 1 else 5)
+    assert len(builders) == (13 if replicas == 1 else 5)
 
 
 def test_the_missions_figures_stand_beside_ours() -> None:

@@ -1,5 +1,7 @@
 """The bytes that a plan tells, of buffers and of messages, are those of real steps."""
 
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -11,8 +13,10 @@ from hp_muon_plugin.config.choices import FloatDtype, TensorParallelMode
 from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.layout.spec import plain_matrix
 from hp_muon_plugin.muon import build_optimizer
+from hp_muon_plugin.muon.algorithm import Algorithm, Form, Rule
 from hp_muon_plugin.muon.distributed.footprint import Footprint
 from hp_muon_plugin.muon.distributed.messages import traffic
+from hp_muon_plugin.muon.rule_file import save_table
 from hp_muon_plugin.platform.counting import CountingWire
 from hp_muon_plugin.platform.wire import C10dWire, Collective
 from hp_muon_plugin.train.setup import Launch
@@ -49,13 +53,13 @@ def test_planned_bytes_are_those_on_the_wire(world_size: int, layout: str) -> No
     assert run_ranks(world_size, _traffic, layout) == [True] * world_size
 
 
-def _sizes(launch: Launch, layout: str, dtype: FloatDtype) -> list[tuple[str, int, int]]:
+def _sizes(launch: Launch, layout: str, options: dict[str, Any]) -> list[tuple[str, int, int]]:
     joined(launch)
     mesh = init_device_mesh("cpu", (launch.world_size,))
     found = []
     for strategy in STRATEGIES:
         model = sharded(MORE, layout, mesh)
-        optimizer = build_optimizer(model, strategy=strategy, comm_dtype=dtype)
+        optimizer = build_optimizer(model, strategy=strategy, **options)
         for step in range(2):
             give_grads(model, filled(step + 1, MORE))
             optimizer.step()
@@ -70,7 +74,19 @@ def _sizes(launch: Launch, layout: str, dtype: FloatDtype) -> list[tuple[str, in
 @pytest.mark.parametrize("layout", ["flat", "fully_shard"])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_predicted_buffers_are_the_real_ones(world_size: int, layout: str, dtype: FloatDtype) -> None:
-    for found in run_ranks(world_size, _sizes, layout, dtype):
+    for found in run_ranks(world_size, _sizes, layout, {"comm_dtype": dtype}):
+        for strategy, predicted, real in found:
+            assert predicted == real, (strategy, predicted, real)
+
+
+@pytest.mark.parametrize("form", Form)
+@pytest.mark.parametrize("num_blocks", [1, 3])
+def test_predicted_buffers_of_half_precision_products(form: Form, num_blocks: int, tmp_path: Path) -> None:
+    """With block rows tall matrices are read as wide ones, and may then be equal to their neighbours."""
+    algorithm = Algorithm(form, num_blocks, FloatDtype.bfloat16)
+    table = tmp_path / "table.json"
+    save_table([Rule("cpu", 1 << 62, 1.0, algorithm, FloatDtype.bfloat16)], table, note="made up")
+    for found in run_ranks(3, _sizes, "flat", {"ns_dtype": FloatDtype.bfloat16, "ns_table": str(table)}):
         for strategy, predicted, real in found:
             assert predicted == real, (strategy, predicted, real)
 

@@ -7,9 +7,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hp_muon_plugin.config.choices import FloatDtype, Schedule
-from hp_muon_plugin.muon.algorithm import TABLE, Algorithm, Form, choose, is_gathered, load_table, save_table
+from hp_muon_plugin.muon.algorithm import TABLE, Algorithm, Form, choose, is_gathered
 from hp_muon_plugin.muon.coefficients import resolve_schedule
 from hp_muon_plugin.muon.newton_schulz import NewtonSchulz, Stack, Target, orthogonalize
+from hp_muon_plugin.muon.rule_file import load_table, save_table
 from hp_muon_plugin.muon.workspace import Workspace
 from muon.ns_inputs import gaussian
 

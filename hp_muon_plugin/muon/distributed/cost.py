@@ -25,7 +25,7 @@ over their rows; ``gathered`` is for wide ones: each rank forms the Gram matrix 
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from hp_muon_plugin.config.choices import FloatDtype
 from hp_muon_plugin.layout.spec import ParamSpec
@@ -83,9 +83,7 @@ def kind_of(
         short, long = min(rows, cols), max(rows, cols)
         if not count or not short:
             continue
-        algorithm = choose(device, short, long, table=table)
-        if dtype is not None:
-            algorithm = replace(algorithm, dtype=dtype)
+        algorithm = choose(device, short, long, table=table, dtype=dtype)
         flops += count * algorithm.flops(short, long, algorithm.run_lengths(coefficients))
         apply_flops += count * 2 * short**2 * long
         gram_flops += count * products * 2 * short**3

@@ -16,13 +16,14 @@ from hp_muon_plugin.muon.coefficients import Coefficients
 from hp_muon_plugin.muon.distributed.messages import Messages, side
 from hp_muon_plugin.muon.distributed.plan import UNDER_WAY, Batch, Route, SharePlan
 from hp_muon_plugin.muon.distributed.replica_plan import ReplicaPlan
-from hp_muon_plugin.muon.limits import CPU_CACHE_BYTES, CPU_CUT_FROM, DEVICE_BYTES, SMALL_BUFFERS_BYTES
+from hp_muon_plugin.muon.limits import chunk_limit
 from hp_muon_plugin.muon.pieces import Way
 from hp_muon_plugin.muon.plan import MuonPlan, build_plan
 from hp_muon_plugin.muon.stage import Stage
 
 _ALIASING_BYTES, _CACHE_LINE_BYTES = 512, 64  # as in workspace.py
 _FLOAT = 4
+_HALF = 2
 _Shape = tuple[int, int, int]
 
 
@@ -172,7 +173,11 @@ class Footprint:
                 for number, (count, rows, cols) in enumerate(shapes):
                     for name in ("update", "result") if has_result else ("update",):
                         self.take(f"{name}{number}", count * rows * cols)
+                is_apart = stage.axis is not None or self._device == "cpu"  # a target for each part, or one for all
+                counts = [[part.count for part in f.parts] if is_apart else [f.count] for f in batch.families]
                 self._iterated(shapes, batch.algorithm, plan.coefficients)
+                if batch.algorithm.dtype is not FloatDtype.float32:
+                    self._last_products(shapes, counts)
 
     def _made_whole(self, plan: MuonPlan, stage: Stage, place: int) -> None:
         """As muon/gathered.py: slices of all pieces go out, those of the rank's pieces come in."""
@@ -197,17 +202,20 @@ class Footprint:
 
     def _iterated(self, shapes: Sequence[_Shape], algorithm: Algorithm, coefficients: Sequence[Coefficients]) -> None:
         runs = algorithm.run_lengths(coefficients)
-        itemsize = _FLOAT if algorithm.dtype is FloatDtype.float32 else 2
-        for chunk in self._chunks(shapes):
+        itemsize = _FLOAT if algorithm.dtype is FloatDtype.float32 else _HALF
+        blocks = algorithm.blocks(self._num_threads)
+        if itemsize != _FLOAT and blocks > 1 and self._device == "cpu":
+            # tall ones are read as wide ones
+            shapes = [(count, min(rows, cols), max(rows, cols)) for count, rows, cols in shapes]
+        for chunk in self._chunks(shapes, itemsize):
             count, short = sum(shape[0] for shape in chunk), max(min(shape[1:]) for shape in chunk)
-            blocks = algorithm.blocks(self._num_threads)
-            is_padded = max(runs) == 1 and blocks > 1
+            is_padded = max(runs) == 1 and blocks > 1 and itemsize == _FLOAT
             self._small(count, short, itemsize, has_one_step=max(runs) == 1, is_padded=is_padded)
-            self._mirror(algorithm, count, short, itemsize)
+            is_one_by_one = itemsize != _FLOAT and self._device == "cpu"
+            self._mirror(algorithm, 1 if is_one_by_one else count, short, itemsize)
             if itemsize != _FLOAT:
                 for position, shape in enumerate(chunk):
                     self.take(f"copied.{position}", math.prod(shape), itemsize)
-                    self.take("product", math.prod(shape), itemsize)
             groups = [(shape, list(group)) for shape, group in groupby(chunk, key=lambda shape: shape[1:])]
             takes_turns = 1 < len(runs) == sum(runs) and len(groups) == 1 and len(set(groups[0][0])) == 1
             if takes_turns:
@@ -219,14 +227,23 @@ class Footprint:
                 if len(runs) > 2 and is_gathered(self._device, *shape, num_threads=self._num_threads):
                     self.take(f"carry1.{position}", numel, itemsize)
 
-    def _chunks(self, shapes: Sequence[_Shape]) -> Iterator[list[_Shape]]:
+    def _last_products(self, shapes: Sequence[_Shape], counts: Sequence[list[int]]) -> None:
+        """The matrices of one target that are in one chunk: their type is another than the target's."""
+        left = [count for parts in counts for count in parts if count]
+        for chunk in self._chunks(shapes, _HALF):
+            for number, rows, cols in chunk:
+                taken = number
+                while taken:
+                    written = min(taken, left[0])
+                    self.take("product", written * rows * cols, _HALF)
+                    taken, left[0] = taken - written, left[0] - written
+                    if not left[0]:
+                        left.pop(0)
+
+    def _chunks(self, shapes: Sequence[_Shape], itemsize: int) -> Iterator[list[_Shape]]:
         """As muon/stack.py cuts them."""
         short = max(min(shape[1:]) for shape in shapes)
-        is_cut = self._device == "cpu" and short >= CPU_CUT_FROM
-        limit = max(
-            1,
-            (CPU_CACHE_BYTES * self._num_threads if is_cut else DEVICE_BYTES) // (SMALL_BUFFERS_BYTES * short * short),
-        )
+        limit = chunk_limit(self._device, short, itemsize=itemsize, num_threads=self._num_threads)
         chunk: list[_Shape] = []
         room = limit
         for count, rows, cols in shapes:

@@ -12,13 +12,14 @@ from hp_muon_plugin.config.choices import FloatDtype, Strategy
 from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.errors import ConfigError
 from hp_muon_plugin.layout.cuts import Cuts
-from hp_muon_plugin.muon.algorithm import TABLE, Rule, load_table
+from hp_muon_plugin.muon.algorithm import TABLE, Rule
 from hp_muon_plugin.muon.balance import divide
 from hp_muon_plugin.muon.coefficients import resolve_schedule
 from hp_muon_plugin.muon.distributed.cost import Kind, Price, gram_refusal, kind_of, prices
 from hp_muon_plugin.muon.distributed.items import Item, ShardedParam, items_of
 from hp_muon_plugin.muon.distributed.plan import Batch, Choice, Route, SharePlan
 from hp_muon_plugin.muon.rates import Rates, rates_of
+from hp_muon_plugin.muon.rule_file import load_table
 
 BATCH_BYTES = 64 << 20
 

@@ -11,12 +11,13 @@ from pathlib import Path
 
 from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.layout.spec import ParamSpec
-from hp_muon_plugin.muon.algorithm import TABLE, load_table
+from hp_muon_plugin.muon.algorithm import TABLE
 from hp_muon_plugin.muon.balance import divide, divide_parts
 from hp_muon_plugin.muon.coefficients import resolve_schedule
 from hp_muon_plugin.muon.distributed.cost import kind_of
 from hp_muon_plugin.muon.distributed.items import Item, ShardedParam, pieces_of
 from hp_muon_plugin.muon.rates import Rates, rates_of
+from hp_muon_plugin.muon.rule_file import load_table
 
 _BYTES = 4
 _ALONE_NUMEL = 1 << 20  # 4 MiB in float32: at 100 GB/s as long as two messages, and a copy less on both sides
