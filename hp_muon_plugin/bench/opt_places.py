@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from hp_muon_plugin.errors import ConfigError
 _PINNED = "torch==2.13.0"
 _DONE = "hp-muon-requirements.json"
 _INSTALL_S = 1800.0
+_LATER_VERSIONS = 3  # minor versions that count as good as the one that is needed
 _PROBE = """
 import importlib.util, json, sys
 def is_there(name):
@@ -145,11 +147,22 @@ def _environment(path: Path, peers: Sequence[Peer]) -> str:
 def _base(least: tuple[int, int]) -> str:
     if sys.version_info >= least:
         return sys.executable
-    name = f"python{least[0]}.{least[1]}"
-    found = shutil.which(name)
-    if found is None:
-        raise _InstallError(f"needs {name}, which is not on PATH")
-    return found
+    names = [f"python{least[0]}.{least[1] + later}" for later in range(_LATER_VERSIONS)]
+    pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv") / "versions"
+    candidates = [found for name in names if (found := shutil.which(name)) is not None]
+    candidates += [str(found) for name in names for found in sorted(pyenv.glob(f"*/bin/{name}"), reverse=True)]
+    for candidate in candidates:
+        if _starts(candidate):
+            return candidate
+    raise _InstallError(f"needs {names[0]} or later, which is neither on PATH nor among pyenv's versions")
+
+
+def _starts(python: str) -> bool:
+    """Whether it runs: a shim of pyenv may stand for a version that is not chosen."""
+    try:
+        return subprocess.run([python, "-c", ""], capture_output=True, check=False).returncode == 0
+    except OSError:
+        return False
 
 
 def _run(command: Sequence[str]) -> None:

@@ -1,6 +1,7 @@
 """``hp-muon bench optimizer``: what it writes, whom it believes, and who is missing; not how fast anything is."""
 
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -261,11 +262,27 @@ def test_peers_without_a_place_are_absent_with_the_reason(tmp_path: Path) -> Non
     options: dict[str, Any] = {"named": {}, "replicas": 2}
     found = find_places({"flat": wanted["flat"], "new": wanted["new"]}, folder=tmp_path, is_here_only=False, **options)
     assert found.absent["flat"] == "has no form for a mesh with replicas"
-    assert found.absent["new"] == "needs python3.99, which is not on PATH"
+    assert found.absent["new"] == "needs python3.99 or later, which is neither on PATH nor among pyenv's versions"
     found = find_places({"other": wanted["other"]}, folder=None, is_here_only=False, **options)
     assert found.absent["other"].startswith("not installed; pip install hp-no-such-package")
     found = find_places({"other": wanted["other"]}, folder=tmp_path, is_here_only=True, **options)
     assert found.absent["other"] == "not in this interpreter"
+
+
+def test_an_interpreter_that_does_not_start_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pyenv puts a python3.12 on PATH that says "command not found" while its 3.12 is not chosen."""
+
+    def program(path: Path, text: str) -> Path:
+        path.parent.mkdir(parents=True)
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+        return path
+
+    program(tmp_path / "shims" / "python3.99", "exit 127")
+    chosen = program(tmp_path / "root" / "versions" / "3.99.1" / "bin" / "python3.99", f'exec {sys.executable} "$@"')
+    monkeypatch.setenv("PATH", f"{tmp_path / 'shims'}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYENV_ROOT", str(tmp_path / "root"))
+    assert opt_places._base((3, 99)) == str(chosen)
 
 
 @pytest.mark.parametrize(
