@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from hp_muon_plugin.checkpoint.folders import NO_ROOM
 from hp_muon_plugin.errors import CheckpointError, HpMuonError
+from hp_muon_plugin.platform.failures import naming
 
 T = TypeVar("T")
 
@@ -46,7 +47,8 @@ class Team:
         answers: list[Any] = [mine]
         if self.size > 1:
             answers = [None] * self.size
-            dist.all_gather_object(answers, mine, group=self._group)
+            with naming("{} on all ranks", what):
+                dist.all_gather_object(answers, mine, group=self._group)
         _raise_first(what, answers)
         return [answer for _, answer in answers]
 
@@ -65,7 +67,8 @@ class Team:
         """
         answer: list[Any] = [_attempt(function) if self.is_first else None]
         if self.size > 1:
-            dist.broadcast_object_list(answer, src=0, group=self._group)
+            with naming("{} on all ranks", what):
+                dist.broadcast_object_list(answer, src=0, group=self._group)
         _raise_first(what, answer)
         result: T = answer[0][1]
         return result
@@ -87,7 +90,8 @@ class Team:
         answers: list[Any] = [mine]
         if self.size > 1:
             answers = [None] * self.size
-            dist.gather_object(mine, answers if self.is_first else None, dst=0, group=self._group)
+            with naming("{} on all ranks", what):
+                dist.gather_object(mine, answers if self.is_first else None, dst=0, group=self._group)
         self.first(what, lambda: _raise_first(what, answers))
         return [answer for _, answer in answers] if self.is_first else []
 
@@ -110,7 +114,8 @@ class Team:
         if self.size == 1:
             return objects[0]
         mine: list[Any] = [None]
-        dist.scatter_object_list(mine, objects if self.is_first else None, src=0, group=self._group)
+        with naming("{} on all ranks", what):
+            dist.scatter_object_list(mine, objects if self.is_first else None, src=0, group=self._group)
         own: T = mine[0]
         return own
 
@@ -126,7 +131,8 @@ class Team:
         if self.size == 1:
             return numbers
         flags = torch.tensor(numbers, dtype=torch.int64)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)  # all ranks, 8 bytes a number; the host waits
+        with naming("{} over all ranks", "maximum of a state of saving"):  # all ranks, 8 bytes a number; the host waits
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
         return tuple(int(flag) for flag in flags)
 
 

@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
 
 import torch.distributed as dist
 
@@ -10,7 +9,7 @@ from hp_muon_plugin.config.choices import OuterMode
 from hp_muon_plugin.errors import ConfigError
 from hp_muon_plugin.fsdp.policy import ScheduleOptions
 from hp_muon_plugin.fsdp.unit import Unit
-from hp_muon_plugin.platform.collectives import AxisGroup
+from hp_muon_plugin.platform.collectives import AxisGroup, gathered_objects
 
 
 def describe(units: Sequence[Unit], options: ScheduleOptions, mode: OuterMode) -> list[str]:
@@ -52,16 +51,14 @@ def check_agreement(lines: Sequence[str], axes: Sequence[AxisGroup]) -> None:
     for axis in axes:
         if axis.group is None:
             continue
-        digests: list[Any] = [None] * axis.size
-        dist.all_gather_object(digests, digest, group=axis.group)  # 64 bytes a rank, once per model; the host waits
+        digests = gathered_objects(digest, "what is sharded", axis)  # 64 bytes a rank, once per model; the host waits
         if len(set(digests)) > 1:
             _refuse(lines, axis)
 
 
 def _refuse(lines: Sequence[str], axis: AxisGroup) -> None:
     assert axis.group is not None
-    told: list[Any] = [None] * axis.size
-    dist.all_gather_object(told, list(lines), group=axis.group)
+    told = gathered_objects(list(lines), "what is sharded", axis)
     other = next(index for index in range(axis.size) if told[index] != told[0])
     pairs = zip([*told[0], "nothing more"], [*told[other], "nothing more"], strict=False)
     mine, theirs = next((a, b) for a, b in pairs if a != b)

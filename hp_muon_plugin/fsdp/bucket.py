@@ -14,7 +14,7 @@ from hp_muon_plugin.fsdp.parameter import Parameter
 from hp_muon_plugin.layout.bucket import BucketLayout
 from hp_muon_plugin.layout.per_param import PerParamLayout
 from hp_muon_plugin.platform.collectives import AxisGroup
-from hp_muon_plugin.platform.wire import Handle, Wire
+from hp_muon_plugin.platform.wire import Handle, Wire, wait_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,8 @@ class Bucket:
             ``(num_shards * shard_numel,)``, a new tensor.
         """
         flat = torch.empty(self.layout.numel, dtype=self.master.dtype, device=self.master.device)
-        self._gather(flat, self.master, self.shard_axis).wait()
+        axis = self.shard_axis
+        wait_for([self._gather(flat, self.master, axis)], "all-gather of shards over {}", axis.axis)
         return flat
 
     def _gather(self, flat: torch.Tensor, source: torch.Tensor, axis: AxisGroup) -> Handle:
@@ -213,7 +214,8 @@ class Bucket:
             index: Its place on the replicate axis.
         """
         # replicate axis, shard_numel * itemsize bytes, once; the host waits
-        self._wire.broadcast(self.master, index, self.mesh.replicate).wait()
+        axis = self.mesh.replicate
+        wait_for([self._wire.broadcast(self.master, index, axis)], "broadcast of shards over {}", axis.axis)
         self.refresh()
 
     def _shard_view(self, flat: torch.Tensor, parameter: Parameter) -> torch.Tensor:

@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hp_muon_plugin.config.topology_checks import divisors
 from hp_muon_plugin.errors import ConfigError
 from hp_muon_plugin.platform.collectives import AxisGroup
+from hp_muon_plugin.platform.failures import naming
 
 _NEAR: dict[tuple[dist.ProcessGroup, int], dist.ProcessGroup] = {}
 
@@ -55,7 +56,7 @@ class ShardMesh:
         key = (group, size)
         if key not in _NEAR:
             ranks = [dist.get_global_rank(group, first + place) for place in range(size)]
-            _NEAR[key] = dist.new_group(ranks, use_local_synchronization=True)
+            _NEAR[key] = _new_group(ranks, f"{self.shard.axis} by {size}")
         return AxisGroup(f"{self.shard.axis} by {size}", size, self.shard.index - first, _NEAR[key])
 
     @classmethod
@@ -120,4 +121,10 @@ def _new_axis(axis: AxisGroup, kind: str, places: list[int]) -> AxisGroup:
         return AxisGroup.single(name)
     assert axis.group is not None
     ranks = [dist.get_global_rank(axis.group, place) for place in places]
-    return AxisGroup.from_group(name, dist.new_group(ranks, use_local_synchronization=True))
+    return AxisGroup.from_group(name, _new_group(ranks, name))
+
+
+def _new_group(ranks: list[int], name: str) -> dist.ProcessGroup:
+    with naming("making of the group {}", name):
+        group: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
+    return group

@@ -254,7 +254,8 @@ class Group:
                 continue
             for parameter, owner in zip(bucket.parameters, owners, strict=True):
                 # replicate axis, this shard's part of one parameter
-                wire.broadcast(parameter.sharded.detach().reshape(-1), owner, self.axis).wait()
+                handle = wire.broadcast(parameter.sharded.detach().reshape(-1), owner, self.axis)
+                wait_for([handle], "weights from their owners on {}", self.axis.axis)
 
     def wait_weights(self) -> None:
         """Wait for weights that are under way, and keep them where the shards are of another type."""

@@ -27,6 +27,7 @@ from hp_muon_plugin.muon.distributed.optimizer import ShardedMuonOptimizer
 from hp_muon_plugin.muon.distributed.share import Share
 from hp_muon_plugin.muon.routing import Algorithm, Route, route_parameters
 from hp_muon_plugin.muon.table import format_table, table_rows
+from hp_muon_plugin.platform.collectives import gathered_objects
 
 logger = logging.getLogger(__name__)
 
@@ -152,8 +153,7 @@ def muon_routes(settings: HpMuon, specs: Mapping[torch.nn.Parameter, ParamSpec])
 def _routes(specs: Mapping[torch.nn.Parameter, ParamSpec], settings: HpMuon) -> tuple[Route, ...]:
     names: list[str] | None = None
     if (settings.muon_params or settings.adamw_params) and dist.is_initialized():
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, [spec.name for spec in specs.values()])
+        gathered = gathered_objects([spec.name for spec in specs.values()], "names of parameters")
         names = sorted({name for rank_names in gathered for name in rank_names})
     return route_parameters(
         list(specs.values()),
@@ -167,9 +167,7 @@ def _require_muon(routes: Sequence[Route]) -> None:
     """Some rank must have a matrix; one pipeline stage alone may have none."""
     count = sum(route.algorithm is Algorithm.muon for route in routes)
     if dist.is_initialized():
-        counts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(counts, count)
-        count = sum(counts)
+        count = sum(gathered_objects(count, "numbers of matrices"))
     if count == 0:
         raise ConfigError(
             "optimizer", "hp_muon", "no parameter of the model is a matrix that Muon takes", "take optimizer=adamw"

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from hp_muon_plugin.muon.optimizer import HpMuonOptimizer
 from hp_muon_plugin.muon.routing import Algorithm
+from hp_muon_plugin.platform.collectives import gathered_objects
 
 _COMMON_STEP = "common_step"
 _OWN_GROUPS = "own_param_groups"
@@ -145,6 +146,4 @@ def _of_all_ranks(step: float) -> float:
     """Rank 0 writes what is common to all, and may itself update no parameter with AdamW."""
     if not dist.is_initialized():
         return step
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, step)
-    return float(max(found))
+    return float(max(gathered_objects(step, "step counts")))

@@ -8,6 +8,9 @@ from hp_muon_plugin.muon.matrix_view import fill_from_shards, local_slice
 from hp_muon_plugin.muon.stage import Stage
 from hp_muon_plugin.muon.stage_tools import StageTools, Steps, apply_update
 from hp_muon_plugin.platform.collectives import AxisGroup
+from hp_muon_plugin.platform.wire import wait_for
+
+_WHAT = "exchange of momenta and updates over {}"
 
 
 def run_gathered(tools: StageTools, stage: Stage, steps: Steps, axis: AxisGroup) -> None:
@@ -27,7 +30,7 @@ def run_gathered(tools: StageTools, stage: Stage, steps: Steps, axis: AxisGroup)
     received = tools.workspace.take("received", (axis.size * local,))
     tools.pack_updates(send, members, steps)
     # all-gather over the axis: each rank sends `local` float32 numbers once per stage; the host waits
-    tools.wire.all_gather(received, send, axis).wait()
+    wait_for([tools.wire.all_gather(received, send, axis)], _WHAT, axis.axis)
     wholes = _wholes(tools, members, received.view(axis.size, local))
     for batch in stage.batches:
         tools.orthogonalize_wholes(batch, wholes)
@@ -58,14 +61,14 @@ def run_owned(tools: StageTools, stage: Stage, steps: Steps, axis: AxisGroup) ->
     received = tools.workspace.take("received", (axis.size * own,))
     tools.pack_updates(slices, members, steps)
     # all-to-all over the axis: every slice to its owner; the host waits
-    tools.wire.all_to_all(received, slices, [own] * axis.size, sent, axis).wait()
+    wait_for([tools.wire.all_to_all(received, slices, [own] * axis.size, sent, axis)], _WHAT, axis.axis)
     shards = received.view(axis.size, own)
     wholes = _wholes(tools, owned, shards)
     for batch in stage.batches_of(axis.index):
         tools.orthogonalize_wholes(batch, wholes)
     _to_shards(tools, owned, wholes, shards)
     # all-to-all back: every rank receives its slices of all results; the host waits
-    tools.wire.all_to_all(slices, received, sent, [own] * axis.size, axis).wait()
+    wait_for([tools.wire.all_to_all(slices, received, sent, [own] * axis.size, axis)], _WHAT, axis.axis)
     offset = 0
     for index in members:
         step, spec = steps[index], tools.spec(index)

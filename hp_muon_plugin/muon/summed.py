@@ -24,6 +24,7 @@ from hp_muon_plugin.muon.stage import Stage
 from hp_muon_plugin.muon.stage_tools import StageTools, Steps, apply_updates
 from hp_muon_plugin.platform.collectives import AxisGroup
 from hp_muon_plugin.platform.spans import NEWTON_SCHULZ, span
+from hp_muon_plugin.platform.wire import wait_for
 
 _Present = tuple[Family, list[PlannedPart]]
 
@@ -114,7 +115,7 @@ def run_summed(tools: StageTools, stage: Stage, steps: Steps, axis: AxisGroup) -
                 for batch in batches:
                     batch.form()
             # all-reduce over the axis: the Gram matrices of all matrices of the stage; the host waits
-            tools.wire.all_reduce(message, axis).wait()
+            wait_for([tools.wire.all_reduce(message, axis)], "sum of Gram matrices over {}", axis.axis)
             with span(NEWTON_SCHULZ):
                 for batch in batches:
                     batch.advance(run, is_first=number == 0)
@@ -160,7 +161,7 @@ def _scale(tools: StageTools, every: list[_Slices], axis: AxisGroup) -> None:
     for each, out in zip(every, own.split(counts), strict=True):
         out.copy_(exponent_bits(each.current).flatten())
     # all-gather over the axis: one int32 for each matrix; the host waits
-    tools.wire.all_gather(gathered, own, axis).wait()
+    wait_for([tools.wire.all_gather(gathered, own, axis)], "exchange of exponents over {}", axis.axis)
     largest = gathered.view(axis.size, -1).amax(0)  # positive floats are ordered as their bits are
     for each, bits in zip(every, largest.split(counts), strict=True):
         divide_by_power(each.current, bits.view(-1, 1, 1), each.current)

@@ -6,9 +6,12 @@ spellings are looked up here, once. Asynchronous collectives are in ``platform/w
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from hp_muon_plugin.platform.failures import naming
 
 _DEVICE_OF_BACKEND = {"nccl": "cuda", "hccl": "npu"}
 
@@ -101,7 +104,8 @@ def all_gather(output: torch.Tensor, source: torch.Tensor, axis: AxisGroup) -> N
     if axis.group is None:
         output.copy_(source)
         return
-    all_gather_function()(output, source, group=axis.group)
+    with naming("all-gather over {}", axis.axis):
+        all_gather_function()(output, source, group=axis.group)
 
 
 def all_reduce_max(tensor: torch.Tensor, axis: AxisGroup) -> None:
@@ -112,7 +116,8 @@ def all_reduce_max(tensor: torch.Tensor, axis: AxisGroup) -> None:
         axis: Ranks that take part; all of them must call.
     """
     if axis.group is not None:
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=axis.group)
+        with naming("maximum over {}", axis.axis):
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=axis.group)
 
 
 def all_reduce_sum(tensor: torch.Tensor, axis: AxisGroup) -> None:
@@ -123,4 +128,39 @@ def all_reduce_sum(tensor: torch.Tensor, axis: AxisGroup) -> None:
         axis: Ranks that take part; all of them must call.
     """
     if axis.group is not None:
-        dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=axis.group)
+        with naming("sum over {}", axis.axis):
+            dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=axis.group)
+
+
+def sum_over_ranks(tensor: torch.Tensor, what: str) -> None:
+    """Sum over all ranks of the job, in place; every rank holds the result.
+
+    Args:
+        tensor: Contiguous; on the backend's device.
+        what: What is summed, for the message of a failure.
+    """
+    with naming(f"sum of {what} over {{}}"):
+        dist.all_reduce(tensor, op=dist.ReduceOp.SUM)
+
+
+def gathered_objects(own: Any, what: str, axis: AxisGroup | None = None) -> list[Any]:
+    """What each rank has, as Python objects. Slow: at start, or when something is wrong. The host waits.
+
+    Args:
+        own: This rank's; pickled.
+        what: What it is, for the message of a failure.
+        axis: Ranks that take part; all of them must call. None: all ranks of the job.
+
+    Returns:
+        In axis order.
+
+    Raises:
+        RuntimeError: If another rank ended, saying what was exchanged.
+    """
+    group, name = (dist.group.WORLD, "all ranks") if axis is None else (axis.group, axis.axis)
+    if group is None:
+        return [own]
+    found: list[Any] = [None] * dist.get_world_size(group)
+    with naming(f"exchange of {what} over {{}}", name):
+        dist.all_gather_object(found, own, group=group)
+    return found

@@ -18,7 +18,9 @@ import torch
 import torch.distributed as dist
 
 from hp_muon_plugin.platform.collectives import AxisGroup
+from hp_muon_plugin.platform.failures import NotBegun
 
+Started = dist.Work | NotBegun | None
 _TAG = 0x6D75  # messages of one pair of ranks arrive in the order in which they were sent, so that one is enough
 _FIRST_EARLY_TAG, _NUM_EARLY_TAGS = 1 << 24, 1 << 24
 _early_tags: "weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]]" = weakref.WeakKeyDictionary()
@@ -37,7 +39,7 @@ class Expected:
 
     tag: int
     arriving: dict[int, torch.Tensor] = field(default_factory=dict)
-    works: list[dist.Work | None] = field(default_factory=list)
+    works: list[Started] = field(default_factory=list)
     scratch: torch.Tensor | None = None
 
 
@@ -54,8 +56,18 @@ def expect(group: dist.ProcessGroup, arriving: dict[int, torch.Tensor], scratch:
     """
     tags = _early_tags.setdefault(group, itertools.count())
     tag = _FIRST_EARLY_TAG + next(tags) % _NUM_EARLY_TAGS
-    works: list[dist.Work | None] = [group.recv([tensor], place, tag) for place, tensor in arriving.items()]
-    return Expected(tag, arriving, works, scratch)
+    return Expected(tag, arriving, _begun(group, {}, arriving, tag), scratch)
+
+
+def _begun(
+    group: dist.ProcessGroup, leaving: Mapping[int, torch.Tensor], arriving: Mapping[int, torch.Tensor], tag: int
+) -> list[Started]:
+    """Messages under way, or in their place why one of them could not be begun: its peer has ended."""
+    try:
+        received: list[Started] = [group.recv([tensor], place, tag) for place, tensor in arriving.items()]
+        return received + [group.send([tensor], place, tag) for place, tensor in leaving.items()]
+    except RuntimeError as error:
+        return [NotBegun(error)]
 
 
 def others(axis: AxisGroup) -> list[int]:
@@ -76,7 +88,7 @@ def exchange(
     arriving: Mapping[int, torch.Tensor],
     *,
     expected: Expected | None = None,
-) -> list[dist.Work | None]:
+) -> list[Started]:
     """Begin to send to and to receive from other ranks.
 
     Args:
@@ -89,14 +101,11 @@ def exchange(
         What to wait for.
     """
     if expected is not None:
-        return expected.works + [group.send([tensor], place, expected.tag) for place, tensor in leaving.items()]
-    received: list[dist.Work | None] = [group.recv([tensor], place, _TAG) for place, tensor in arriving.items()]
-    return received + [group.send([tensor], place, _TAG) for place, tensor in leaving.items()]
+        return expected.works + _begun(group, leaving, {}, expected.tag)
+    return _begun(group, leaving, arriving, _TAG)
 
 
-def gather(
-    output: torch.Tensor, source: torch.Tensor, axis: AxisGroup, group: dist.ProcessGroup
-) -> list[dist.Work | None]:
+def gather(output: torch.Tensor, source: torch.Tensor, axis: AxisGroup, group: dist.ProcessGroup) -> list[Started]:
     """Begin to gather equally long buffers; this rank's own is not copied.
 
     Args:
@@ -120,7 +129,7 @@ def broadcast(
     group: dist.ProcessGroup,
     *,
     expected: Expected | None = None,
-) -> list[dist.Work | None]:
+) -> list[Started]:
     """Begin to copy one rank's buffer to all of them.
 
     Args:

@@ -15,12 +15,14 @@ as they are, as with every collective of c10d.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from hp_muon_plugin.platform.collectives import AxisGroup, all_gather_function, reduce_scatter_function
-from hp_muon_plugin.platform.direct import Expected, broadcast, exchange, expect, gather, others
+from hp_muon_plugin.platform.direct import Expected, Started, broadcast, exchange, expect, gather, others
+from hp_muon_plugin.platform.failures import NotBegun, failure
 from hp_muon_plugin.platform.protocol import Collective, Handle, Wire
 from hp_muon_plugin.platform.scratch import Scratch
 
@@ -73,7 +75,7 @@ class C10dWire:
             _copied(output.view(axis.size, source.numel())[axis.index], source)
             return _Pending(gather(output, source, axis, axis.group), (output, source))
         # (size - 1) / size of output arrives on each rank
-        return _Pending([self._gather(output, source, group=axis.group, async_op=True)], (output, source))
+        return _pending(partial(self._gather, output, source, group=axis.group), output, source)
 
     def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor, axis: AxisGroup) -> Handle:
         """See :meth:`Wire.reduce_scatter`."""
@@ -85,15 +87,14 @@ class C10dWire:
         if output.device.type == "cpu":
             return self._exchange_and_sum(output, source, axis, axis.group)
         # (size - 1) / size of source leaves each rank
-        work = self._scatter(output, source, op=dist.ReduceOp.SUM, group=axis.group, async_op=True)
-        return _Pending([work], (output, source))
+        return _pending(partial(self._scatter, output, source, op=dist.ReduceOp.SUM, group=axis.group), output, source)
 
     def all_reduce(self, tensor: torch.Tensor, axis: AxisGroup) -> Handle:
         """See :meth:`Wire.all_reduce`."""
         if axis.group is None or tensor.numel() == 0:
             return Finished()
         # twice (size - 1) / size of tensor leaves each rank; positional, as MindSpeed's wrapper wants it
-        return _Pending([dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=axis.group, async_op=True)], (tensor,))
+        return _pending(partial(dist.all_reduce, tensor, op=dist.ReduceOp.SUM, group=axis.group), tensor)
 
     def reduce(
         self, tensor: torch.Tensor, owner_index: int, axis: AxisGroup, *, expected: Expected | None = None
@@ -106,7 +107,7 @@ class C10dWire:
             return self._collect_and_sum(tensor, owner_index, axis, axis.group, expected)
         owner = dist.get_global_rank(axis.group, owner_index)
         # (size - 1) / size of tensor leaves each rank and arrives at the owner
-        return _Pending([dist.reduce(tensor, owner, dist.ReduceOp.SUM, axis.group, async_op=True)], (tensor,))
+        return _pending(partial(dist.reduce, tensor, owner, dist.ReduceOp.SUM, axis.group), tensor)
 
     def broadcast(
         self, tensor: torch.Tensor, owner_index: int, axis: AxisGroup, *, expected: Expected | None = None
@@ -119,7 +120,7 @@ class C10dWire:
             return _Pending(broadcast(tensor, owner_index, axis, axis.group, expected=expected), (tensor,))
         owner = dist.get_global_rank(axis.group, owner_index)
         # all of tensor arrives at each rank but the owner
-        return _Pending([dist.broadcast(tensor, owner, axis.group, async_op=True)], (tensor,))
+        return _pending(partial(dist.broadcast, tensor, owner, axis.group), tensor)
 
     def all_to_all(
         self, output: torch.Tensor, source: torch.Tensor, received: Sequence[int], sent: Sequence[int], axis: AxisGroup
@@ -129,8 +130,8 @@ class C10dWire:
         if axis.group is None:
             return _copied(output, source)
         # source leaves each rank, but for its own stretch
-        work = dist.all_to_all_single(output, source, list(received), list(sent), group=axis.group, async_op=True)
-        return _Pending([work], (output, source))
+        start = partial(dist.all_to_all_single, output, source, list(received), list(sent), group=axis.group)
+        return _pending(start, output, source)
 
     def _exchange_and_sum(
         self, output: torch.Tensor, source: torch.Tensor, axis: AxisGroup, group: dist.ProcessGroup
@@ -173,7 +174,7 @@ class C10dWire:
         self,
         tensor: torch.Tensor,
         axis: AxisGroup,
-        works: list[dist.Work | None],
+        works: list[Started],
         arriving: Mapping[int, torch.Tensor],
         scratch: torch.Tensor,
     ) -> Handle:
@@ -211,7 +212,7 @@ class _Pending:
 
     def __init__(
         self,
-        works: list[dist.Work | None],
+        works: list[Started],
         tensors: tuple[torch.Tensor, ...],
         finish: Callable[[], None] | None = None,
     ) -> None:
@@ -232,6 +233,14 @@ class _Pending:
         self._tensors = ()
 
 
+def _pending(start: Callable[..., dist.Work | None], *tensors: torch.Tensor) -> Handle:
+    """Begin a collective. One that cannot be begun, because a rank has ended, fails where it is waited for."""
+    try:
+        return _Pending([start(async_op=True)], tensors)
+    except RuntimeError as error:
+        return NotBegun(error)
+
+
 def _copied(output: torch.Tensor, source: torch.Tensor) -> Handle:
     if output.data_ptr() != source.data_ptr():
         output.data.copy_(source)
@@ -247,14 +256,11 @@ def wait_for(handles: list[Handle], what: str, name: str) -> None:
         name: Of a module or an axis.
 
     Raises:
-        RuntimeError: If a collective failed, saying which.
+        RuntimeError: If a collective failed or could not be begun, saying which.
     """
     try:
         for handle in handles:
             handle.wait()
     except RuntimeError as error:
-        raise RuntimeError(
-            f"{what.format(name)} failed: another rank ended, or waits for something else\n"
-            f"  fix: look at the first message of the other ranks ({error})"
-        ) from error
+        raise failure(what, name, error) from error
     handles.clear()

@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from hp_muon_plugin.megatron.groups import MegatronGroups
 from hp_muon_plugin.megatron.qk_clip import QkClip
-from hp_muon_plugin.platform.collectives import all_reduce_max, all_reduce_sum
+from hp_muon_plugin.platform.collectives import all_reduce_max, all_reduce_sum, sum_over_ranks
 from hp_muon_plugin.platform.spans import COMMUNICATION, NEWTON_SCHULZ, Recorder
 
 FORWARD_BACKWARD = "forward_backward"
@@ -87,7 +87,7 @@ class OutputRms:
     def measure(self) -> torch.Tensor:
         """``(2 L,)``: sums of squares, and how many elements."""
         values = torch.cat([self._squares, torch.tensor(self._counts, device=self._squares.device)])
-        dist.all_reduce(values)  # all ranks, 8 bytes per layer; the host waits on CPU
+        sum_over_ranks(values, "activations")  # all ranks, 8 bytes per layer; the host waits on CPU
         return values
 
     def metrics(self, values: Sequence[float]) -> dict[str, float]:
@@ -130,7 +130,7 @@ class TimeShares:
             total(FORWARD_BACKWARD, COMMUNICATION),
         ]
         values = torch.tensor(own, device=self._device) / dist.get_world_size()
-        dist.all_reduce(values)  # all ranks, 20 bytes; the host waits on CPU
+        sum_over_ranks(values, "times")  # all ranks, 20 bytes; the host waits on CPU
         return values
 
     def metrics(self, values: Sequence[float]) -> dict[str, float]:

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from hp_muon_plugin.config.trainer import Train
 from hp_muon_plugin.errors import DivergenceError
 from hp_muon_plugin.platform.base import Platform
+from hp_muon_plugin.platform.collectives import sum_over_ranks
 from hp_muon_plugin.train.checkpoints import Checkpoints, Progress
 from hp_muon_plugin.train.data import Batch, TrainingData, micro_batches
 from hp_muon_plugin.train.instruments import FORWARD_BACKWARD, OPTIMIZER
@@ -191,7 +191,7 @@ class Trainer:
         # Only last stages have a loss, and tensor-parallel ranks have the same one: the sum over all
         # ranks is the mean loss times (data-parallel ranks * tensor-parallel ranks). One float32.
         total = own.float().to(self._platform.device()).reshape(1)
-        dist.all_reduce(total)
+        sum_over_ranks(total, "losses")
         return total.div_(self._dp_size * parallel_state.get_tensor_model_parallel_world_size())
 
     def _forward_step(self, batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:

@@ -13,6 +13,7 @@ from hp_muon_plugin.megatron.groups import MegatronGroups
 from hp_muon_plugin.megatron.measured import MeasuredParam, summed
 from hp_muon_plugin.muon.matrix_view import local_slice, part_tensor
 from hp_muon_plugin.muon.scale import update_scale
+from hp_muon_plugin.platform.collectives import gathered_objects, sum_over_ranks
 from hp_muon_plugin.train.instruments import root
 
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
@@ -152,7 +153,7 @@ class SingularValues:
         values = torch.zeros(len(self.sample), 3, device=self._device)
         for index in range(dist.get_rank(), len(self.sample), dist.get_world_size()):
             values[index] = _spread(_first_matrix(self.sample[index], updates[index]))
-        dist.all_reduce(values)  # all ranks, 12 bytes per matrix; the host waits on CPU
+        sum_over_ranks(values, "singular values")  # all ranks, 12 bytes per matrix; the host waits on CPU
         return values.flatten()
 
     def _place(self, whole: torch.Tensor, own: MeasuredParam, before: torch.Tensor) -> None:
@@ -189,9 +190,7 @@ def _kind(spec: ParamSpec, *, per_layer: bool) -> str:
 
 def _gathered(own: Any) -> list[Any]:
     """What every rank has, at the start of a run. Collective."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, own)
-    return found
+    return gathered_objects(own, "what is measured")
 
 
 def _union(own: set[str]) -> set[str]:

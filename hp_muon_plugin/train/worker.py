@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, NoReturn
 from hp_muon_plugin.config.train_options import load_train, save_train
 from hp_muon_plugin.config.trainer import Train
 from hp_muon_plugin.errors import HpMuonError, RunError
+from hp_muon_plugin.platform.failures import naming
 from hp_muon_plugin.train.environment import Launch
 from hp_muon_plugin.train.interruption import noted
 from hp_muon_plugin.train.run_folder import CONFIG, claimed, error_path, log_path
@@ -157,7 +158,8 @@ def run_rank(config: Train, folder: Path) -> None:
         display.close()
         if log is not None:
             log.close()
-    dist.barrier()
+    with naming("barrier of {} at the end"):
+        dist.barrier()
     dist.destroy_process_group()
     if result.is_interrupted:
         raise Terminated

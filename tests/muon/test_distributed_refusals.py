@@ -203,8 +203,6 @@ def test_a_rank_that_fails_or_dies_in_a_step_ends_the_others(strategy: str, is_k
     answers = run_ranks(3, _run_until_failure, strategy, is_killed)
     assert answers[1][0] == ("ended by signal 9" if is_killed else "ValueError: out of luck")
     for text, seconds in (answers[0], answers[2]):
-        if "Connection closed by peer" in text and not text.startswith("RuntimeError: exchange of "):
-            continue  # the connection was gone before the next message was begun, and gloo said so itself
         assert text.startswith("RuntimeError: exchange of "), text
         assert "another rank ended, or waits for something else" in text
         assert seconds < 25.0

@@ -4,7 +4,6 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from itertools import zip_longest
-from typing import Any
 
 import torch.distributed as dist
 
@@ -12,7 +11,7 @@ from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.errors import ConfigError
 from hp_muon_plugin.muon.distributed.plan import SharePlan
 from hp_muon_plugin.muon.routing import Route
-from hp_muon_plugin.platform.collectives import AxisGroup
+from hp_muon_plugin.platform.collectives import AxisGroup, gathered_objects
 
 _OF_A_MACHINE = ("_target_", "name", "ns_table")  # paths may differ; what is in the table is seen in plans
 _Told = dict[str, tuple[int, list[str]]]  # by digest: a rank, and its lines or nothing
@@ -74,9 +73,7 @@ def _merged(axes: Sequence[AxisGroup], told: _Told) -> _Told:
     for axis in axes:
         if axis.group is None:
             continue
-        every: list[Any] = [None] * axis.size
-        dist.all_gather_object(every, told, group=axis.group)
-        told = {}
+        every, told = gathered_objects(told, "options and plans", axis), {}
         for theirs in every:
             for digest, (rank, lines) in theirs.items():
                 told[digest] = min(told.get(digest, (rank, lines)), (rank, lines))

@@ -18,7 +18,7 @@ from hp_muon_plugin.muon.distributed.shards import GradientListener, ShardOf, ax
 from hp_muon_plugin.muon.distributed.share import Share, divided_share
 from hp_muon_plugin.muon.rates import Rates
 from hp_muon_plugin.muon.routing import Algorithm
-from hp_muon_plugin.platform.collectives import AxisGroup
+from hp_muon_plugin.platform.collectives import AxisGroup, gathered_objects
 from hp_muon_plugin.platform.protocol import Wire
 
 
@@ -165,9 +165,7 @@ def _divided_axes(shards: Sequence[ShardOf]) -> set[AxisGroup]:
             pair = (shard.axis, shard.replicas)
             by_pair[pair] = by_pair.get(pair, False) or not shard.is_owned
     for (axis, replicas), is_any in by_pair.items():
-        told: list[Any] = [None] * replicas.size
-        dist.all_gather_object(told, is_any, group=replicas.group)  # one flag a rank, once; the host waits
-        if any(told):
+        if any(gathered_objects(is_any, "who updates what", replicas)):  # one flag a rank, once; the host waits
             found.add(axis)
     return found
 

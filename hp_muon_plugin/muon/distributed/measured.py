@@ -6,15 +6,14 @@ A group that crosses supernodes gets the rate of the slow link by this, without 
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from hp_muon_plugin.config.optimizer import MuonRates
 from hp_muon_plugin.muon.rates import Rates
-from hp_muon_plugin.platform.collectives import AxisGroup
+from hp_muon_plugin.platform.collectives import AxisGroup, gathered_objects
 from hp_muon_plugin.platform.protocol import Wire
+from hp_muon_plugin.platform.wire import wait_for
 
 _ROUNDS = 5
 _RECEIVED = 4 << 20  # bytes at each rank: 0.2 s at 200 Mbit/s, long against a message elsewhere
@@ -79,7 +78,8 @@ def _seconds_of_messages(axis: AxisGroup, device: torch.device, wire: Wire) -> t
         source, output = torch.ones(count, device=device), torch.empty(count * axis.size, device=device)
 
         def run() -> None:
-            wire.all_gather(output, source, axis).wait()  # equal buffers of all ranks; once, at start
+            # equal buffers of all ranks; once, at start
+            wait_for([wire.all_gather(output, source, axis)], "measurement of messages over {}", axis.axis)
             output[-1].item()
 
         return run
@@ -105,8 +105,7 @@ def _slowest(own: Mapping[str, _Seconds], axes: Sequence[AxisGroup]) -> dict[str
     for axis in axes:
         if axis.group is None:
             continue
-        told: list[Any] = [None] * axis.size
-        dist.all_gather_object(told, found, group=axis.group)  # some 100 bytes a rank, once; the host waits
+        told = gathered_objects(found, "measured rates", axis)  # some 100 bytes a rank, once; the host waits
         found = {
             name: tuple(max(each) for each in zip(*(one[name] for one in told if name in one), strict=True))
             for name in dict.fromkeys(name for one in told for name in one)
