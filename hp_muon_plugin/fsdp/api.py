@@ -9,9 +9,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hp_muon_plugin.config.choices import OuterMode, ShardLayout
 from hp_muon_plugin.errors import ConfigError
-from hp_muon_plugin.fsdp.bucket import Bucket, Original
+from hp_muon_plugin.fsdp.bucket import Bucket
 from hp_muon_plugin.fsdp.hooks import Hooks
 from hp_muon_plugin.fsdp.mesh import ShardMesh
+from hp_muon_plugin.fsdp.parameter import Original
 from hp_muon_plugin.fsdp.placed import placed_shards
 from hp_muon_plugin.fsdp.policy import MixedPrecision, ScheduleOptions, UnitOptions
 from hp_muon_plugin.fsdp.schedule import Schedule
@@ -67,13 +68,12 @@ def hp_fully_shard(
 ) -> nn.Module:
     """Shard the parameters of a module that are not in units inside it, as ``fully_shard`` of PyTorch does.
 
-    Apply it to the layers first and to the whole model last; the outermost module is the root. All
-    ranks of the mesh must call it with the same arguments and hold the same parameters. Afterwards
-    ``module.parameters()`` are this rank's shards, plain tensors, for any optimizer; while the module
-    runs, its attributes are the gathered weights, plain tensors too.
+    Apply it to the layers first and to the whole model last; the outermost module is the root. All ranks of the mesh
+    must call it with the same arguments and hold the same parameters. Afterwards ``module.parameters()`` are this
+    rank's shards, plain tensors, for any optimizer; while the module runs, its attributes are the gathered weights.
 
-    Every unit is reduced in each backward pass that synchronises, so that ranks agree even if a
-    parameter gets no gradient on some of them; its gradient is zero then, not None.
+    Every unit is reduced in each backward pass that synchronises, so that a parameter may be used by
+    some ranks alone; one that no rank used keeps the ``grad`` that it has, None as a rule.
 
     Args:
         module: Any module. Parameters may be on the meta device; see :func:`initialize`.
@@ -112,24 +112,22 @@ def hp_fully_shard(
     )
     _check(module, prefetch)
     originals = _originals(module, ignored_params or set())
-    wire = wire or C10dWire()
+    wire, ahead = wire or C10dWire(), ScheduleOptions(prefetch, outer_bucket_bytes)
     kinds = _kinds(originals, axes, replicate_params or set(), other_meshes or {})
     buckets = [
         bucket
         for (_, _, own, axis), members in kinds.items()
         for bucket in _buckets(members, own, axis, options, wire, granularity)
     ]
-    is_number = isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool)
-    unit = Unit(module, buckets, options, axes.near(int(reshard_after_forward or 0)) if is_number else None)
+    near = axes.near(reshard_after_forward) if type(reshard_after_forward) is int else None  # True is another choice
+    unit = Unit(module, buckets, options, near)
     setattr(module, _UNIT, unit)
     note_replaced(original.parameter for original in originals)
-    for bucket in buckets:
-        for parameter in bucket.parameters:
-            parameter.register(parameter.sharded)
-    schedule_options = ScheduleOptions(prefetch, outer_bucket_bytes)
+    for parameter in (parameter for bucket in buckets for parameter in bucket.parameters):
+        parameter.register(parameter.sharded)
     setattr(module, SHARDS, lambda: placed_shards(schedule_of(module)))
     setattr(module, LISTEN, lambda listener: schedule_of(module).reducer.listen(listener))
-    setattr(module, _MAKE_SCHEDULE, lambda: _new_schedule(unit, schedule_options, OuterMode(outer), wire))
+    setattr(module, _MAKE_SCHEDULE, lambda: _new_schedule(unit, ahead, OuterMode(outer), wire))
     Hooks(unit, schedule_of)
     return module
 

@@ -1,8 +1,7 @@
 """The parameters of a unit that share one all-gather and one reduce-scatter."""
 
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,26 +9,12 @@ from torch import nn
 
 from hp_muon_plugin.fsdp.mesh import ShardMesh
 from hp_muon_plugin.fsdp.packing import Packing, Unpacking
-from hp_muon_plugin.fsdp.parameter import Parameter
+from hp_muon_plugin.fsdp.parameter import Original, Parameter
+from hp_muon_plugin.fsdp.unused import mark, unmark_rounded
 from hp_muon_plugin.layout.bucket import BucketLayout
 from hp_muon_plugin.layout.per_param import PerParamLayout
 from hp_muon_plugin.platform.collectives import AxisGroup
 from hp_muon_plugin.platform.wire import Handle, Wire, wait_for
-
-
-@dataclass(frozen=True, slots=True)
-class Original:
-    """A parameter before it is sharded.
-
-    Attributes:
-        name: Name in the unit's module.
-        parameter: The whole parameter.
-        places: ``(module, attribute)``; several for tied parameters.
-    """
-
-    name: str
-    parameter: nn.Parameter
-    places: list[tuple[nn.Module, str]]
 
 
 class Bucket:
@@ -46,6 +31,7 @@ class Bucket:
         reduce_dtype: Type of gradient buffers.
         grad: ``(shard_numel,)`` reduced gradient in ``reduce_dtype``, from :meth:`attach_grad`.
         grad_views: The same for each parameter, in the shape of its shard.
+        unused: Parameters that this rank did not use for what was reduced last.
         divisor: By what summed gradients are divided.
     """
 
@@ -77,6 +63,7 @@ class Bucket:
         self.grad: torch.Tensor | None = None
         self._packing = Packing(layout) if isinstance(layout, PerParamLayout) else None
         self.grad_views: list[torch.Tensor] = []
+        self.unused: Sequence[int] = ()
         self._published: dict[int, tuple[Any, int]] = {}  # gradients of another type, and their versions
 
     @property
@@ -156,9 +143,9 @@ class Bucket:
         """
         if self.compute is self.master:
             return
-        for parameter, owner in zip(self.parameters, owners, strict=True):
+        for index, (parameter, owner) in enumerate(zip(self.parameters, owners, strict=True)):
             if owner != self.mesh.replicate.index and parameter.sharded.numel():
-                parameter.sharded.data.copy_(self._shard_view(self.compute, parameter))
+                parameter.sharded.data.copy_(self.shard_view(self.compute, index))
 
     def gather(self, flat: torch.Tensor) -> Handle:
         """Begin to gather the bucket.
@@ -194,7 +181,7 @@ class Bucket:
             flat: ``(shard_numel,)`` in ``reduce_dtype``.
         """
         self.grad = flat
-        self.grad_views = [self._shard_view(flat, parameter) for parameter in self.parameters]
+        self.grad_views = [self.shard_view(flat, index) for index in range(len(self.parameters))]
 
     def grad_view(self, parameter: Parameter) -> torch.Tensor:
         """Where a parameter's reduced gradient lies, after :meth:`attach_grad`.
@@ -218,8 +205,14 @@ class Bucket:
         wait_for([self._wire.broadcast(self.master, index, axis)], "broadcast of shards over {}", axis.axis)
         self.refresh()
 
-    def _shard_view(self, flat: torch.Tensor, parameter: Parameter) -> torch.Tensor:
-        sharded, place = parameter.sharded, self.places[self.parameters.index(parameter)]
+    def shard_view(self, flat: torch.Tensor, index: int) -> torch.Tensor:
+        """Where a parameter's shard lies in a buffer of this rank's range.
+
+        Args:
+            flat: ``(shard_numel,)``.
+            index: The parameter's.
+        """
+        sharded, place = self.parameters[index].sharded, self.places[index]
         return flat[place : place + sharded.numel()].view(sharded.shape)
 
     @property
@@ -227,18 +220,21 @@ class Bucket:
         """Whether reduced gradients of earlier micro-batches are there."""
         return any(parameter.sharded.grad is not None for parameter in self.parameters)
 
-    def reduce(self, full: torch.Tensor, out: torch.Tensor) -> Handle:
+    def reduce(self, full: torch.Tensor, out: torch.Tensor, unused: Sequence[int] = ()) -> Handle:
         """Begin to reduce whole gradients to shards.
 
         Args:
             full: ``(num_shards * shard_numel,)`` ``reduce_dtype``, this rank's gradients; destroyed.
             out: ``(shard_numel,)`` ``reduce_dtype``, receives the sum of this rank's range.
+            unused: Parameters that have no gradient here, and are to have none if they have none anywhere.
 
         Returns:
             What to wait for.
         """
         if self.reduce_dtype is torch.float16:
-            full.mul_(1.0 / self.divisor)  # sums of float16 overflow
+            unmark_rounded(full.mul_(1.0 / self.divisor))  # sums of float16 overflow
+        self.unused = unused
+        mark([self.parameters[index].view_of(full) for index in unused])
         # shard axis, num_shards * shard_numel * itemsize bytes; the next unit's reduction or the end waits
         if not self.is_sharded:  # one rank, or replicated parameters
             out.copy_(full)
@@ -259,27 +255,28 @@ class Bucket:
             self.compute = flat
             return
         flat.copy_(self.master)
-        views = [self._shard_view(flat, parameter) for parameter in self.parameters]
-        for parameter, view in zip(self.parameters, views, strict=True):
-            parameter.sharded.data = view
+        for index, parameter in enumerate(self.parameters):
+            parameter.sharded.data = self.shard_view(flat, index)
         self.master = self.compute = flat
 
-    def publish(self, owners: Sequence[int] | None = None) -> None:
-        """Make reduced gradients the ``grad`` of the shards.
+    def receiving(self, owners: Sequence[int] | None) -> list[int]:
+        """Parameters whose shards are to have gradients on this rank, if they were used.
 
         Args:
             owners: Place on the replicate axis of who updates each parameter; the others' shards get no
                 gradient, so that optimizers keep no state for them. None: every replica updates all.
         """
+        mine = self.mesh.replicate.index
+        owned = [index for index in range(len(self.parameters)) if owners is None or owners[index] == mine]
+        return [index for index in owned if self.parameters[index].sharded.requires_grad]  # not frozen since
+
+    def publish(self, indices: Iterable[int]) -> None:
+        """Make reduced gradients the ``grad`` of the shards of some parameters."""
         assert self.grad is not None
-        for index, (parameter, view) in enumerate(zip(self.parameters, self.grad_views, strict=True)):
-            sharded = parameter.sharded
-            if owners is not None and owners[index] != self.mesh.replicate.index:
-                continue
-            if not sharded.requires_grad:  # frozen since
-                continue
+        for index in indices:
+            sharded, view = self.parameters[index].sharded, self.grad_views[index]
             if not self._is_held(index):
-                view = self.grad_views[index] = self._shard_view(self.grad, parameter)
+                view = self.grad_views[index] = self.shard_view(self.grad, index)
             if view.dtype is sharded.dtype:
                 sharded.grad = view
             else:

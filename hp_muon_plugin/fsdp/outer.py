@@ -13,6 +13,7 @@ import torch
 from hp_muon_plugin.config.choices import OuterMode
 from hp_muon_plugin.fsdp.bucket import Bucket
 from hp_muon_plugin.fsdp.changes import take_grads
+from hp_muon_plugin.fsdp.unused import are_unused
 from hp_muon_plugin.platform.collectives import AxisGroup
 from hp_muon_plugin.platform.protocol import Collective, Expected, Handle, Wire
 from hp_muon_plugin.platform.wire import wait_for
@@ -187,6 +188,7 @@ class Group:
         """Wait for the reduction, divide, add what earlier micro-batches left, and publish the gradients."""
         wait_for(self.handles, "sum of gradients over {}", self.axis.axis)
         flat, divisor = self._summed, self.buckets[0].divisor
+        chosen = self._with_gradients(flat)
         if divisor != 1.0 and flat.dtype is not torch.float16:
             flat.div_(divisor)
         if flat is not self.grad:
@@ -195,8 +197,27 @@ class Group:
             self.grad.add_(flat)
         self.num_ready = self.num_settled = 0
         self.is_added = self.is_partial = False
-        for bucket in self.buckets:
-            bucket.publish(self.owners(bucket))
+        for bucket, indices in zip(self.buckets, chosen, strict=True):
+            bucket.publish(indices)
+
+    def _with_gradients(self, flat: torch.Tensor) -> list[list[int]]:
+        """Parameters of each bucket whose shards are to have a gradient on this rank: not those that no rank used.
+
+        Of what it did not use, a rank that holds nothing learns nothing: its empty shard is left alone as well.
+        """
+        chosen = [bucket.receiving(self.owners(bucket)) for bucket in self.buckets]
+        doubtful = [
+            (bucket, index)
+            for bucket, indices in zip(self.buckets, chosen, strict=True)
+            for index in bucket.unused
+            if index in indices and bucket.parameters[index].sharded.grad is None
+        ]
+        if doubtful:
+            answers = are_unused([bucket.shard_view(self._part(flat, bucket), index) for bucket, index in doubtful])
+            for (bucket, index), is_unused in zip(doubtful, answers, strict=True):
+                if is_unused:
+                    chosen[self.buckets.index(bucket)].remove(index)
+        return chosen
 
     def keep_partial(self) -> None:
         """Keep sums over the shard axis alone, for a later micro-batch to sum over replicas.

@@ -25,6 +25,21 @@ class ShardInfo:
     stop: int
 
 
+@dataclass(frozen=True, slots=True)
+class Original:
+    """A parameter before it is sharded.
+
+    Attributes:
+        name: Name in the unit's module.
+        parameter: The whole parameter.
+        places: ``(module, attribute)``; several for tied parameters.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    places: list[tuple[nn.Module, str]]
+
+
 class Parameter:
     """A parameter in its two forms. Exactly one of them is registered on the modules at any time.
 
@@ -79,8 +94,16 @@ class Parameter:
         Args:
             flat: ``(num_shards * shard_numel,)``.
         """
+        self.full.data = self.view_of(flat)
+
+    def view_of(self, flat: torch.Tensor) -> torch.Tensor:
+        """Where the parameter lies whole in a buffer.
+
+        Args:
+            flat: ``(num_shards * shard_numel,)``.
+        """
         start = self.placement.offset
-        self.full.data = flat[start : start + self.placement.numel].view(self.shape)
+        return flat[start : start + self.placement.numel].view(self.shape)
 
     def register(self, parameter: nn.Parameter) -> None:
         """Put one form on the modules.

@@ -21,12 +21,13 @@ class Reducer:
         groups: Reductions between replicas.
         syncs: Whether backward reduces gradients; False accumulates them whole.
         all_reduces: Whether backward sums over replicas too; False accumulates sums over the shard axis.
+        leaves_unused_alone: Whether parameters that no rank used have no gradient; False gives them zeros.
         listener: Who is told what is reduced while backward runs; None publishes all gradients at its end.
     """
 
     def __init__(self, units: Sequence[Unit], groups: Sequence[Group], wire: Wire, device: torch.device) -> None:
         self.groups, self._wire, self._device = list(groups), wire, device
-        self.syncs = self.all_reduces = True
+        self.syncs = self.all_reduces = self.leaves_unused_alone = True
         self.listener: GradientListener | None = None
         self._group = {id(bucket): group for group in groups for bucket in group.buckets}
         self._queue: list[Unit] = []
@@ -132,7 +133,9 @@ class Reducer:
         assert unit.grads is not None
         self._settle()  # first, so that no more than one reduction needs scratch at a time
         unit.pending = [
-            bucket.reduce(flat, self._group[id(bucket)].out(bucket))
+            bucket.reduce(
+                flat, self._group[id(bucket)].out(bucket), unit.unused(bucket) if self.leaves_unused_alone else ()
+            )
             for bucket, flat in zip(unit.trainable, unit.grads, strict=True)
         ]
         self._settling = unit

@@ -70,7 +70,7 @@ class Unit:
         self._gathers: list[Handle] = []
         self._near, self._kept, self.has_kept = near, list[torch.Tensor](), False
         self.trainable = [bucket for bucket in buckets if bucket.is_trainable]
-        self._missing: set[int] = set()
+        self._missing, self._used = set[int](), set[int]()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse ``copy.deepcopy`` and ``pickle`` of the model."""
@@ -166,6 +166,7 @@ class Unit:
             slot: Memory.
         """
         slot.holder = self
+        self._used = set()
         self.grads_slot, self.grads = slot, slot.cut(self._grad_pieces)
         for flat in self.grads:
             flat.zero_()
@@ -178,7 +179,7 @@ class Unit:
             for parameter in bucket.parameters:
                 self._missing.add(id(parameter.full))
                 if bucket.is_reduced_in_place:
-                    parameter.full.grad = _view(flat, parameter)
+                    parameter.full.grad = parameter.view_of(flat)
 
     def take_grad(self, bucket: Bucket, parameter: Parameter) -> None:
         """Account for a gradient that autograd has finished.
@@ -189,9 +190,21 @@ class Unit:
         """
         if not bucket.is_reduced_in_place and parameter.full.grad is not None and self.grads is not None:
             flat = self.grads[self.trainable.index(bucket)]
-            _view(flat, parameter).add_(parameter.full.grad)
+            parameter.view_of(flat).add_(parameter.full.grad)
             parameter.full.grad = None
         self._missing.discard(id(parameter.full))
+        self._used.add(id(parameter.full))
+
+    def unused(self, bucket: Bucket) -> list[int]:
+        """Parameters of which there is no gradient since :meth:`open_grads`.
+
+        Args:
+            bucket: One of the trainable ones.
+
+        Returns:
+            Places among the bucket's parameters.
+        """
+        return [index for index, p in enumerate(bucket.parameters) if id(p.full) not in self._used]
 
     @property
     def is_missing_grads(self) -> bool:
@@ -206,8 +219,3 @@ class Unit:
         if self.grads_slot is not None:
             self.grads_slot.holder = None
         self.grads = self.grads_slot = None
-
-
-def _view(flat: torch.Tensor, parameter: Parameter) -> torch.Tensor:
-    start = parameter.placement.offset
-    return flat[start : start + parameter.placement.numel].view(parameter.shape)

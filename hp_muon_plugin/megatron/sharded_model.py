@@ -76,6 +76,7 @@ class HpFsdpModel(DistributedDataParallel):  # type: ignore[misc]  # megatron-co
         self.expert_mesh = ShardMesh.divided(self.groups.expert_dp, self.options.replicas) if experts else None
         self._shard(config, experts, wire or C10dWire())
         self.schedule = schedule_of(module)
+        self.schedule.reducer.leaves_unused_alone = False  # Megatron's gradients are buffers, zero where nothing came
         answer_checkpoints(self)
         for bucket, parameter in self.sharded():
             if bucket.is_trainable:

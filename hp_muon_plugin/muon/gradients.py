@@ -31,7 +31,8 @@ class Gradient:
         value: This rank's (part of the) gradient, or None.
         algorithm: Who updates the parameter.
         axis: Axis over which ranks hold parts of it, or None where each holds the whole.
-        is_expected: Whether this rank should have one; False where another replica updates the parameter.
+        is_expected: Whether this rank should have one; False where another replica updates the parameter, and where
+            this rank holds nothing of it.
     """
 
     name: str
@@ -39,6 +40,11 @@ class Gradient:
     algorithm: Algorithm
     axis: str | None = None
     is_expected: bool = True
+
+    @property
+    def is_there(self) -> bool:
+        """Whether there is one, of more than no element."""
+        return self.value is not None and (self.is_expected or self.value.numel() > 0)
 
     @property
     def is_missing(self) -> bool:
@@ -51,7 +57,7 @@ class GradientCheck:
     """What the check found; the same on every rank that agreed.
 
     Attributes:
-        missing: Whether each parameter has no gradient, in order.
+        missing: Whether each parameter has no gradient on the ranks that should have one, in order.
         non_finite: Names of this rank's parameters with a NaN or infinite gradient, if any rank has one.
         norms: Norms over all ranks; finite if every gradient on every agreeing rank is.
     """
@@ -98,7 +104,7 @@ def check_gradients(
     _refuse_kinds(present)
     device = _device(present, [*agree, *axes.values()])
     squares, doubt = _squares(present, axes, device)
-    has = torch.tensor([gradient.value is not None for gradient in gradients], dtype=torch.float32, device=device)
+    has = torch.tensor([gradient.is_there for gradient in gradients], dtype=torch.float32, device=device)
     lacks = torch.tensor([gradient.is_missing for gradient in gradients], dtype=torch.float32, device=device)
     grown = torch.tensor([float(bool(unfrozen))], device=device)
     # over each axis of `agree`: (2P + 4,) float32, who has a gradient, who has none, unfrozen, doubt, squares
@@ -109,7 +115,7 @@ def check_gradients(
     if answer[-4]:
         raise unfrozen_error(unfrozen)
     _refuse_torn([gradient.name for gradient in gradients], answer)
-    missing = tuple(gradient.is_missing for gradient in gradients)
+    missing = tuple(lacks > 0 for lacks in answer[len(gradients) : 2 * len(gradients)])
     if not answer[-3]:
         return GradientCheck(missing, (), GradNorms.from_squares(*answer[-2:]))
     return _look_closer(missing, present, agree, axes, device)

@@ -146,7 +146,7 @@ class HpMuonOptimizer(Copyable):
             GradientError: As :meth:`step` does.
         """
         gradients = [
-            Gradient(self.specs[p].name, self._local(p.grad), algorithm, self._summed_over(p), p not in self._not_owned)
+            Gradient(self.specs[p].name, self._local(p.grad), algorithm, self._summed_over(p), self._is_expected(p))
             for algorithm, params in ((Algorithm(group["algorithm"]), group["params"]) for group in self.param_groups)
             for p in params
         ]
@@ -199,6 +199,10 @@ class HpMuonOptimizer(Copyable):
     def _local(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
         """This rank's part of a gradient, as a plain tensor."""
         return tensor
+
+    def _is_expected(self, param: torch.nn.Parameter) -> bool:
+        """Whether this rank updates some of a parameter, so that it should have a gradient."""
+        return param not in self._not_owned
 
     def _summed_over(self, param: torch.nn.Parameter) -> str | None:
         """The axis whose ranks hold parts of a parameter's gradient."""

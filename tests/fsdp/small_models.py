@@ -123,9 +123,6 @@ def train_alone(name: str, world_size: int, *, steps: int, micros: int = 1) -> T
                 value = loss(model, tokens(step, micro, rank)) / world_size
                 value.backward()
                 total += float(value.detach()) / micros
-        for parameter in model.parameters():
-            if parameter.requires_grad and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)  # as every data-parallel engine has it
         optimizer.step()
         optimizer.zero_grad()
         losses.append(total)

@@ -275,6 +275,9 @@ class ShardedMuonOptimizer(HpMuonOptimizer):
     def _local(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
         return None if tensor is None else local_part(tensor)
 
+    def _is_expected(self, param: torch.nn.Parameter) -> bool:
+        return super()._is_expected(param) and local_part(param).numel() > 0
+
     def _summed_over(self, param: torch.nn.Parameter) -> str | None:
         return self._summed.get(param) or super()._summed_over(param)
 
