@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hp_muon_plugin.config.choices import OuterMode, ShardLayout
 from hp_muon_plugin.errors import ConfigError
 from hp_muon_plugin.fsdp.bucket import Bucket
+from hp_muon_plugin.fsdp.gradient_hooks import refuse_early_hooks
 from hp_muon_plugin.fsdp.hooks import Hooks
 from hp_muon_plugin.fsdp.mesh import ShardMesh
 from hp_muon_plugin.fsdp.parameter import Original
@@ -166,6 +167,7 @@ def _originals(module: nn.Module, ignored: set[nn.Parameter]) -> list[Original]:
                     "is tied to a parameter of another unit",
                     "leave both modules out of inner units, so that they belong to the same outer one",
                 )
+            refuse_early_hooks(name, parameter)
             found.setdefault(id(parameter), Original(name, parameter, [])).places.append((child, attribute))
     return list(found.values())
 

@@ -10,6 +10,7 @@ import torch
 
 from hp_muon_plugin.errors import ConfigError
 from hp_muon_plugin.fsdp.bucket import Bucket
+from hp_muon_plugin.fsdp.gradient_hooks import refuse_tensor_hooks
 from hp_muon_plugin.fsdp.parameter import Parameter
 from hp_muon_plugin.fsdp.unit import Unit
 
@@ -42,6 +43,7 @@ def take_weights(unit: Unit) -> None:
                     "requires a gradient now, and was frozen when hp_fully_shard took it",
                     "unfreeze it first, or freeze it again (requires_grad=False)",
                 )
+            refuse_tensor_hooks(f"{unit.name}.{parameter.name}", sharded)
             is_moved = sharded.data_ptr() != first + place * size and bool(sharded.numel())
             if is_moved or sharded.dtype is not bucket.master.dtype:
                 _take_moved(unit, bucket, parameter, place)

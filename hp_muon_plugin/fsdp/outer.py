@@ -184,8 +184,12 @@ class Group:
             # replicate axis, the whole group; the end of backward waits
             self.handles = [wire.all_reduce(flat, self.axis)]
 
-    def finish(self) -> None:
-        """Wait for the reduction, divide, add what earlier micro-batches left, and publish the gradients."""
+    def finish(self) -> list[torch.nn.Parameter]:
+        """Wait for the reduction, divide, add what earlier micro-batches left, and publish the gradients.
+
+        Returns:
+            Shards that have them.
+        """
         wait_for(self.handles, "sum of gradients over {}", self.axis.axis)
         flat, divisor = self._summed, self.buckets[0].divisor
         chosen = self._with_gradients(flat)
@@ -199,6 +203,11 @@ class Group:
         self.is_added = self.is_partial = False
         for bucket, indices in zip(self.buckets, chosen, strict=True):
             bucket.publish(indices)
+        return [
+            bucket.parameters[index].sharded
+            for bucket, indices in zip(self.buckets, chosen, strict=True)
+            for index in indices
+        ]
 
     def _with_gradients(self, flat: torch.Tensor) -> list[list[int]]:
         """Parameters of each bucket whose shards are to have a gradient on this rank: not those that no rank used.

@@ -6,6 +6,7 @@ import torch
 
 from hp_muon_plugin.fsdp.bucket import Bucket
 from hp_muon_plugin.fsdp.buffers import Slot, slots
+from hp_muon_plugin.fsdp.gradient_hooks import run_hooks
 from hp_muon_plugin.fsdp.outer import Group
 from hp_muon_plugin.fsdp.unit import Unit
 from hp_muon_plugin.muon.distributed.shards import GradientListener
@@ -28,6 +29,7 @@ class Reducer:
     def __init__(self, units: Sequence[Unit], groups: Sequence[Group], wire: Wire, device: torch.device) -> None:
         self.groups, self._wire, self._device = list(groups), wire, device
         self.syncs = self.all_reduces = self.leaves_unused_alone = True
+        self._hooked: list[torch.nn.Parameter] = []
         self.listener: GradientListener | None = None
         self._group = {id(bucket): group for group in groups for bucket in group.buckets}
         self._queue: list[Unit] = []
@@ -48,6 +50,7 @@ class Reducer:
             order: Units as forward ran them, then those that did not run; the same on every rank.
         """
         self.forget()
+        self._hooked = []
         self._queue = [unit for unit in reversed(order) if unit.trainable]
         if self.syncs and self.all_reduces:
             for group in self.groups:
@@ -107,9 +110,14 @@ class Reducer:
 
     def _finish(self, group: Group) -> None:
         """Publish a group's gradients, its sum being under way or done."""
-        group.finish()
+        self._hooked += group.finish()
         if self.listener is not None:
             self.listener.reduced([parameter.sharded for bucket in group.buckets for parameter in bucket.parameters])
+
+    def run_hooks(self) -> None:
+        """Let hooks of shards see the gradients of a backward pass that has ended."""
+        hooked, self._hooked = self._hooked, []
+        run_hooks(hooked)
 
     def release(self) -> None:
         """Give up the memory of reduced gradients between steps. Their values are lost, views of them stay."""

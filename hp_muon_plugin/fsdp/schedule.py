@@ -37,7 +37,7 @@ class Schedule:
     def __init__(self, units: Sequence[Unit], options: ScheduleOptions, mode: OuterMode, wire: Wire) -> None:
         self.units, self._options, self._wire = list(units), options, wire
         self.root = self.units[0]
-        self.in_backward = False
+        self.in_backward = self._is_watched = False
         self._order = list(self.units)  # as observed in the last forward
         self._seen: list[Unit] = []
         self._take_weights()
@@ -47,7 +47,6 @@ class Schedule:
         self.reducer = Reducer(self.units, groups, wire, self.device)
         self._assign(self._order)
         self._watch_grads()
-        self._is_watched = False
         if any(group.segments for group in groups):
             _watch_optimizers(self)
 
@@ -256,6 +255,7 @@ class Schedule:
         self.in_backward = False
         for unit in self.units:
             unit.is_in_use = unit.is_entered = unit.is_reduced = False
+        self.reducer.run_hooks()
 
     def _mark_stale(self) -> None:
         for group in self.reducer.groups:
