@@ -6,6 +6,7 @@ Engine anywhere. Applied only together with the stand-in.
 """
 
 import logging
+import sys
 from typing import Any
 
 import torch
@@ -25,19 +26,34 @@ def apply_cpu_fixes() -> tuple[str, ...]:
         Names of the fixes for this version, those of models without Transformer Engine included.
     """
     assert standin.is_active(), "CPU fixes belong to the torch.cuda stand-in"
-    return apply_local_fixes() + apply_fixes(_patcher, CPU_FIXES)
+    applied = apply_fixes(
+        _patcher, CPU_FIXES
+    )  # first: the others import megatron-core, which decorates as it finds torch
+    return apply_local_fixes() + applied
 
 
 def remove_cpu_fixes() -> None:
-    """Put megatron-core's own code back, but for the fixes that other devices need too."""
+    """Put megatron-core's own code back, but for the fixes that other devices need too.
+
+    What it decorated with ``torch.compile`` while these were applied stays as it was written.
+    """
     _patcher.restore()
 
 
-def _dynamo() -> list[Replacement]:
-    import torch._dynamo
+def _compile() -> list[Replacement]:
+    def make(original: Any) -> Any:
+        def compile(model: Any = None, **options: Any) -> Any:
+            """As torch's own does with ``disable=True``."""
+            return (lambda function: function) if model is None else model
 
-    why = "megatron-core's jit_fuser is torch.compile, whose CPU backend needs a compiler and a minute"
-    return [Replacement(torch._dynamo.config, "disable", lambda original: True, why)]
+        return compile
+
+    why = "megatron-core's jit_fuser, whose CPU backend needs a compiler and a minute, and its import a second a rank"
+    found = [Replacement(torch, "compile", make, why)]
+    if "torch._dynamo" in sys.modules:  # what was decorated before calls it
+        why = "what torch.compile was given before compiles when it is called"
+        found.append(Replacement(sys.modules["torch._dynamo"].config, "disable", lambda original: True, why))
+    return found
 
 
 def _random_warning() -> list[Replacement]:
@@ -128,7 +144,7 @@ def _meshes() -> list[Replacement]:
 
 
 CPU_FIXES: tuple[Fix, ...] = (
-    Fix("no-torch-compile", (0, 12), (0, 19), _dynamo),
+    Fix("no-torch-compile", (0, 12), (0, 19), _compile),
     Fix("one-random-generator", (0, 12), (0, 19), _random_warning),
     Fix("all-to-all-split-sizes", (0, 12), (0, 19), _split_sizes),
     Fix("uneven-rows-over-gloo", (0, 12), (0, 19), _uneven_rows),

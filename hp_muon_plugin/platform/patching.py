@@ -42,12 +42,12 @@ class Patcher:
     """Applies replacements and restores the originals in reverse order."""
 
     def __init__(self) -> None:
-        self._applied: list[tuple[Replacement, Any]] = []
+        self._applied: list[tuple[Replacement, Any, Any]] = []
 
     @property
     def applied(self) -> tuple[Replacement, ...]:
         """What is replaced now."""
-        return tuple(replacement for replacement, _ in self._applied)
+        return tuple(replacement for replacement, *_ in self._applied)
 
     def apply(self, replacements: Sequence[Replacement], *, aliases_in: str | None = None) -> None:
         """Replace attributes.
@@ -65,17 +65,21 @@ class Patcher:
                     self._set(Replacement(module, name, replacement.make, replacement.why), made)
 
     def _set(self, replacement: Replacement, value: Any) -> None:
-        self._applied.append((replacement, vars(replacement.owner).get(replacement.name, _MISSING)))
-        setattr(replacement.owner, replacement.name, value)
+        owner, name = replacement.owner, replacement.name
+        self._applied.append((replacement, vars(owner).get(name, _MISSING), getattr(owner, name, _MISSING)))
+        setattr(owner, name, value)
 
     def restore(self) -> None:
         """Put every original back. Calling it again changes nothing."""
         while self._applied:
-            replacement, original = self._applied.pop()
+            replacement, original, seen = self._applied.pop()
+            owner, name = replacement.owner, replacement.name
             if original is _MISSING:
-                delattr(replacement.owner, replacement.name)
+                delattr(owner, name)
+                if seen is not _MISSING and not hasattr(owner, name):  # it keeps its attributes in a place of its own
+                    setattr(owner, name, seen)
             else:
-                setattr(replacement.owner, replacement.name, original)
+                setattr(owner, name, original)
 
 
 def aliases(target: Any, is_searched: Callable[[str], bool]) -> list[tuple[ModuleType, str]]:

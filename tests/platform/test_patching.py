@@ -25,3 +25,14 @@ def test_target_is_a_dotted_name() -> None:
 
     assert Replacement(torch.cuda, "Stream", lambda old: old, "x").target == "torch.cuda.Stream"
     assert Replacement(torch.Tensor, "cuda", lambda old: old, "x").target == "torch.Tensor.cuda"
+
+
+def test_what_a_module_keeps_elsewhere_is_put_back_too() -> None:
+    """Removing torch._dynamo.config.disable left torch without that option: its next read was an AttributeError."""
+    import torch._dynamo
+
+    patcher, config = Patcher(), torch._dynamo.config
+    patcher.apply([Replacement(config, "disable", lambda old: not old, "x")])
+    assert config.disable is True
+    patcher.restore()
+    assert config.disable is False
