@@ -30,6 +30,12 @@ from muon.sharded_weights import (
 from muon.test_distributed_muon import GRADIENTS, reference
 
 
+@pytest.fixture(autouse=True)
+def _reference() -> None:
+    """Ranks are forked from here, and need not compute it again."""
+    reference()
+
+
 def run_under_ddp(launch: Launch, divide: bool | None, alone: int = 1 << 20) -> tuple[int, bool]:
     expected = reference()
     joined(launch)
