@@ -7,10 +7,20 @@ own invariants are plain ``assert``.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 
 class HpMuonError(Exception):
     """Base of every error that the plugin raises on purpose."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What pickle sends to another rank, which makes no call of ``__init__``; values of options go as text."""
+        state = {name: found if isinstance(found, str | tuple) else str(found) for name, found in vars(self).items()}
+        return _received, (type(self), self.args), state
+
+
+def _received(kind: type[HpMuonError], args: tuple[object, ...]) -> HpMuonError:
+    return kind.__new__(kind, *args)
 
 
 class ConfigError(HpMuonError, ValueError):
