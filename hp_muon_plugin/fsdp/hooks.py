@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from hp_muon_plugin.fsdp.guards import note_parts
 from hp_muon_plugin.fsdp.schedule import Schedule
 from hp_muon_plugin.fsdp.unit import Unit
 from hp_muon_plugin.platform.untraced import untraced
@@ -37,6 +38,7 @@ class Hooks:
     def __init__(self, unit: Unit, schedule_of: Callable[[nn.Module], Schedule]) -> None:
         self._unit, self._schedule_of = unit, schedule_of
         module = unit.module
+        note_parts(bucket for bucket in unit.buckets if bucket.shard_axis.size > 1)
         module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
         module.register_forward_hook(self._after, prepend=False)
 

@@ -4,9 +4,11 @@ from collections.abc import Sequence
 
 import torch
 
+from hp_muon_plugin.config.choices import OuterMode
 from hp_muon_plugin.fsdp.bucket import Bucket
 from hp_muon_plugin.fsdp.buffers import Slot, slots
 from hp_muon_plugin.fsdp.gradient_hooks import run_hooks
+from hp_muon_plugin.fsdp.guards import note_parts
 from hp_muon_plugin.fsdp.outer import Group
 from hp_muon_plugin.fsdp.unit import Unit
 from hp_muon_plugin.muon.distributed.shards import GradientListener
@@ -32,6 +34,7 @@ class Reducer:
         self._hooked: list[torch.nn.Parameter] = []
         self.listener: GradientListener | None = None
         self._group = {id(bucket): group for group in groups for bucket in group.buckets}
+        note_parts(bucket for group in groups if group.mode is not OuterMode.replicate for bucket in group.buckets)
         self._queue: list[Unit] = []
         self._settling: Unit | None = None
         self._own_slots: dict[int, Slot] = {}

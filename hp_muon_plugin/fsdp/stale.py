@@ -52,6 +52,11 @@ def _refuse_replaced(optimizer: torch.optim.Optimizer, args: object, kwargs: obj
     _SEEN[optimizer] = _last
 
 
+def stepped_optimizers() -> list[torch.optim.Optimizer]:
+    """Optimizers that have begun a step since a module was sharded."""
+    return list(_SEEN)
+
+
 def refuse_added(module: torch.nn.Module) -> None:
     """Refuse parameters that no unit has.
 
