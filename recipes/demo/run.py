@@ -4,6 +4,7 @@ python recipes/demo/run.py            about two minutes on two cores
 python recipes/demo/run.py --sweep    every learning rate of the sweep, into recipes/demo/sweep
 """
 
+import argparse
 import shutil
 import signal
 import subprocess
@@ -87,15 +88,26 @@ def demo(extra: list[str]) -> None:
     print(f"plot: {path}   ({time.monotonic() - began:.0f} s)")
 
 
+def arguments() -> argparse.Namespace:
+    """What the user asks for."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="Hydra overrides for every run")
+    parser.add_argument("--sweep", action="store_true", help="every learning rate; replaces the logs of this folder")
+    found = parser.parse_args()
+    for text in found.overrides:
+        if "=" not in text:
+            parser.error(f"{text} is not OPTION=VALUE")
+    return found
+
+
 def main() -> None:
-    """Entry point; further arguments are Hydra overrides for every run."""
+    """Entry point."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that no run is left behind
-    arguments = sys.argv[1:]
+    asked_for = arguments()
     try:
-        if arguments[:1] == ["--sweep"]:
-            sweep(arguments[1:])
-        else:
-            demo(arguments)
+        (sweep if asked_for.sweep else demo)(asked_for.overrides)
     except KeyboardInterrupt:  # between two runs, or a second one
         sys.exit(INTERRUPTED_EXIT)
 

@@ -7,6 +7,7 @@ python recipes/parity/run.py --plot          only compare the kept logs again
 Further arguments with "=" are Hydra overrides for every run.
 """
 
+import argparse
 import shutil
 import subprocess
 import sys
@@ -33,29 +34,53 @@ def train(study: str, run: str, extra: list[str]) -> Path | None:
     return None if code else Path("outputs") / name / "metrics.jsonl"
 
 
+def arguments() -> argparse.Namespace:
+    """What the user asks for. A name that is no study would otherwise start all of them, which takes hours."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("what", nargs="*", help="STUDY, STUDY/RUN, or a Hydra override OPTION=VALUE")
+    parser.add_argument("--keep", action="store_true", help="replace the logs and the plot of this folder")
+    parser.add_argument("--plot", action="store_true", help="train nothing; compare and plot the kept logs")
+    found = parser.parse_args()
+    found.overrides = [text for text in found.what if "=" in text]
+    found.wanted = [text for text in found.what if "=" not in text]
+    for asked in found.wanted:
+        study, slash, run = asked.partition("/")
+        if study not in STUDIES:
+            parser.error(f"{asked} is neither a study nor OPTION=VALUE; studies are {', '.join(STUDIES)}")
+        if slash and run not in STUDIES[study].runs:
+            parser.error(f"{asked}: {study} has no such run; there are {', '.join(STUDIES[study].runs)}")
+    if found.plot and found.what:
+        parser.error(f"--plot trains nothing, so that {found.what[0]} means nothing; leave it out")
+    return found
+
+
 def main() -> None:
     """Entry point."""
-    options = [argument for argument in sys.argv[1:] if argument in ("--keep", "--plot")]
-    extra = [argument for argument in sys.argv[1:] if "=" in argument]
-    wanted = [argument for argument in sys.argv[1:] if argument.partition("/")[0] in STUDIES] or list(STUDIES)
-    for asked in [] if "--plot" in options else wanted:
+    asked_for = arguments()
+    wanted, failed = asked_for.wanted or list(STUDIES), []
+    for asked in [] if asked_for.plot else wanted:
         study, _, chosen = asked.partition("/")
         found = {}
         for run in [chosen] if chosen else STUDIES[study].runs:
-            path = train(study, run, extra)
+            path = train(study, run, asked_for.overrides)
             if path is None:
+                failed.append(f"{study}/{run}")
                 continue
             found[run] = losses(path)
-            if "--keep" in options:
+            if asked_for.keep:
                 kept_log_path(study, run).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(path, kept_log_path(study, run))
         if len(found) > 1:
             print("\n".join(rows(study, found)), flush=True)
-    if options:
+    if asked_for.keep or asked_for.plot:
         kept = {study: found for study in STUDIES if (found := kept_losses(study))}
         for study, found in kept.items():
             print("\n".join(rows(study, found)))
         plot_studies(kept, HERE / "parity.png")
+    if failed:
+        sys.exit(f"these runs were refused or failed, for the reasons above: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

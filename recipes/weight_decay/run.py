@@ -5,6 +5,7 @@ python recipes/weight_decay/run.py --keep    logs of both seeds, which also repl
 python recipes/weight_decay/run.py --plot    only plot the kept logs again
 """
 
+import argparse
 import shutil
 import subprocess
 import sys
@@ -32,25 +33,41 @@ def train(decay: str, seed: str, extra: list[str]) -> Path:
     return Path("outputs") / name / "metrics.jsonl"
 
 
+def arguments() -> argparse.Namespace:
+    """What the user asks for."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="Hydra overrides for every run")
+    parser.add_argument("--keep", action="store_true", help="both seeds; replace the logs and the plot of this folder")
+    parser.add_argument("--plot", action="store_true", help="train nothing; plot the kept logs")
+    found = parser.parse_args()
+    for text in found.overrides:
+        if "=" not in text or found.plot:
+            parser.error(
+                f"{text} is not OPTION=VALUE" if "=" not in text else f"--plot trains nothing: leave out {text}"
+            )
+    return found
+
+
 def main() -> None:
-    """Entry point; further arguments are Hydra overrides for every run."""
-    options = [argument for argument in sys.argv[1:] if argument in ("--keep", "--plot")]
-    extra = [argument for argument in sys.argv[1:] if argument not in options]
-    if "--plot" in options:
+    """Entry point."""
+    asked_for = arguments()
+    if asked_for.plot:
         plot_runs(kept_logs(), PLOT)
         return
-    for seed in SEEDS if "--keep" in options else SEEDS[:1]:
-        paths = {decay: train(decay, seed, extra) for decay in DECAYS}
+    for seed in SEEDS if asked_for.keep else SEEDS[:1]:
+        paths = {decay: train(decay, seed, asked_for.overrides) for decay in DECAYS}
         logs = {decay: read_log(path) for decay, path in paths.items()}
         for decay, log in logs.items():
             print(f"weight decay {decay}: weights {log.last(WEIGHT):.3f}, outputs {log.last(OUTPUT):.1f}, ", end="")
             print(f"held-out loss {log.last('loss/held_out'):.3f}")
         plot_runs(logs, Path("outputs") / f"weight_decay_{seed}.png")
-        if "--keep" in options:
+        if asked_for.keep:
             LOGS.mkdir(exist_ok=True)
             for decay, path in paths.items():
                 shutil.copy(path, kept_log_path(decay, seed))
-    if "--keep" in options:
+    if asked_for.keep:
         plot_runs(kept_logs(), PLOT)
 
 
