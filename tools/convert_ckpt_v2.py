@@ -17,6 +17,7 @@ from hp_muon_plugin.cli.main import main
 from hp_muon_plugin.errors import CheckpointError
 
 FORMATS = {"hf": "hf", "mg": "torch"}
+EPILOG = "Messages name the options of hp-muon ckpt convert: --tp, --pp, --ep are the three target sizes here."
 REFUSED = {
     "num_layers_per_virtual_pipeline_stage": "hp-muon ckpt convert has --option virtual_pipeline_model_parallel_size",
     "num_layer_list": "hp-muon ckpt convert has --option pipeline_model_parallel_layout",
@@ -29,7 +30,7 @@ REFUSED = {
 
 def parser() -> argparse.ArgumentParser:
     """The flags."""
-    made = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
+    made = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], epilog=EPILOG, allow_abbrev=False)
     made.add_argument("--load-model-type", choices=list(FORMATS), required=True)
     made.add_argument("--save-model-type", choices=list(FORMATS), required=True)
     made.add_argument("--load-dir", required=True)
@@ -44,6 +45,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--make-vocab-size-divisible-by", type=int)
     made.add_argument("--vocab-size", type=int)
     made.add_argument("--force", action="store_true", help="replace a checkpoint that is there")
+    made.add_argument("--drop", action="store_true", help="go on although the target cannot hold everything")
     for name in REFUSED:
         made.add_argument(f"--{name.replace('_', '-')}", nargs="?", const="", help=argparse.SUPPRESS)
     return made
@@ -75,7 +77,7 @@ def translated(arguments: list[str]) -> list[str]:
     if options.vocab_size is not None:
         found += ["--vocab-size", str(options.vocab_size)]
     # That script drops the optimizer without a word when it writes for Hugging Face, which can hold weights only.
-    drops = to == "hf" or options.load_model_type == "hf"
+    drops = options.drop or to == "hf" or options.load_model_type == "hf"
     return found + (["--drop"] if drops else []) + (["--force"] if options.force else [])
 
 

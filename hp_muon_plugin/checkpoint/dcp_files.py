@@ -21,6 +21,7 @@ from hp_muon_plugin.errors import CheckpointError
 
 METADATA = ".metadata"
 _WASTE = 2**16  # bytes that may be read beyond what is wanted rather than seek
+_NAMED = 8  # problems that a message names
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +118,22 @@ class DcpFolder:
         for name, piece in self.objects.items():
             found.update(dict.fromkeys(self._piece_problems(name, piece, sizes)))
         return list(found)
+
+    @staticmethod
+    def refuse(problems: Sequence[str]) -> None:
+        """Name the first problems. A file that is cut off has one for each of its tensors, of which there are many.
+
+        Args:
+            problems: As of :meth:`problems`.
+
+        Raises:
+            CheckpointError: If there is any.
+        """
+        if problems:
+            more = len(problems) - _NAMED
+            rest = [f"and {more} more of this kind"] if more > 0 else []
+            fix = "  fix: copy the checkpoint again from where it was saved"
+            raise CheckpointError("\n".join([*problems[:_NAMED], *rest, fix]))
 
     def _tensor_problems(self, name: str, tensor: DcpTensor) -> list[str]:
         for box in tensor.boxes:

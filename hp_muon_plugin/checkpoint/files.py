@@ -105,8 +105,9 @@ class Files:
                 except OSError as error:
                     raise self._unreadable(relative, what, error) from error
                 if count == 0:
+                    size = os.fstat(descriptor).st_size
                     raise CheckpointError(
-                        f"{self.folder / relative} ends at byte {offset + done}, but {what or 'its content'} "
+                        f"{self.folder / relative} ends at byte {size}, but {what or 'its content'} "
                         f"needs bytes {offset} to {offset + len(buffer)}: the file is cut off\n"
                         "  fix: copy the file again from where it was saved"
                     )

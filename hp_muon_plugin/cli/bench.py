@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hp_muon_plugin.cli import bench_convert, bench_fsdp, bench_optimizer, bench_trainer
+from hp_muon_plugin.cli.parsers import WHOLE_FLAGS
 from hp_muon_plugin.config.choices import FloatDtype
 from hp_muon_plugin.errors import ConfigError, HpMuonError
 
@@ -38,7 +39,7 @@ def run(arguments: list[str]) -> int:
         Exit code.
     """
     parser = argparse.ArgumentParser(prog="hp-muon bench", description="Benchmarks against named peers.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="BENCHMARK")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="BENCHMARK", parser_class=WHOLE_FLAGS)
     _add_newton_schulz(commands)
     bench_fsdp.add(commands)
     bench_optimizer.add(commands)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hp_muon_plugin.cli.parsers import WHOLE_FLAGS
 from hp_muon_plugin.errors import ConfigError, HpMuonError, RunError, VerifyError
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hp-muon ckpt", description="Checkpoints of Megatron, PyTorch, HyperParallel, Hugging Face and our own."
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=WHOLE_FLAGS)
     _add_convert(commands)
     inspect = commands.add_parser("inspect", help="what a checkpoint holds: names, shapes, dtypes, layout, step")
     inspect.add_argument("source", type=_folder, metavar="SRC")

@@ -23,7 +23,6 @@ from hp_muon_plugin.checkpoint.manifest import (
     with_tensors,
     without_tensors,
 )
-from hp_muon_plugin.errors import CheckpointError
 
 
 class HpSource:
@@ -48,8 +47,7 @@ class HpSource:
             stored = self.folder.tensors.get(name)
             if stored is None or Info(stored.shape, stored.dtype) != info:
                 problems.append(f"{path}: {name} of the manifest is not in the files, or of another shape or dtype")
-        if problems:
-            raise CheckpointError("\n".join(problems))
+        self.folder.refuse(problems)
         self._infos = self._manifest.parameters()
         self._state: RunState | None = None
 

@@ -43,9 +43,7 @@ class TorchDistSource:
         self.path = path
         self.folder = DcpFolder(path)
         self._check_backend()
-        problems = self.folder.problems()
-        if problems:
-            raise CheckpointError("\n".join(problems))
+        self.folder.refuse(self.folder.problems())
         self._common = self._read_common()
         self._parts: dict[Key, Part] = {}
         model = {key: tensor for key, tensor in self.folder.tensors.items() if not is_optimizer(key)}
