@@ -37,6 +37,7 @@ class Hooks:
 
     def __init__(self, unit: Unit, schedule_of: Callable[[nn.Module], Schedule]) -> None:
         self._unit, self._schedule_of = unit, schedule_of
+        self._boundary_nr = -1
         module = unit.module
         note_parts(bucket for bucket in unit.buckets if bucket.shard_axis.size > 1)
         module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
@@ -55,9 +56,11 @@ class Hooks:
         flat, spec = tree_flatten((args, kwargs))
         places = [place for place, item in enumerate(flat) if isinstance(item, torch.Tensor) and item.requires_grad]
         self._unit.has_boundary = bool(places)
+        self._boundary_nr = -1
         if not places:
             return args, kwargs
         passed = _Boundary.apply(lambda: schedule.leave_backward(self._unit), *(flat[place] for place in places))
+        self._boundary_nr = passed[0].grad_fn._sequence_nr()
         for place, tensor in zip(places, passed, strict=True):
             flat[place] = tensor
         args, kwargs = tree_unflatten(flat, spec)
@@ -74,8 +77,20 @@ class Hooks:
             for tensor in tree_flatten(output)[0]:
                 if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                     tensor.register_hook(lambda grad: schedule.enter_backward(unit))
+                    self._enter_below_views(tensor, schedule)
         schedule.leave_forward(unit, has_grad=has_grad)
         return output
+
+    def _enter_below_views(self, output: torch.Tensor, schedule: Schedule) -> None:
+        """Enter backward also where the caller changes an output in place: a view loses its hooks then, its base none.
+
+        Args:
+            output: May be a view of what the unit computed, or of one of its inputs, to which this does not apply.
+            schedule: The unit's.
+        """
+        node = None if output._base is None else output._base.grad_fn
+        if node is not None and node._sequence_nr() > self._boundary_nr:  # made after the boundary: inside the unit
+            node.register_prehook(lambda grads: schedule.enter_backward(self._unit))
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:
