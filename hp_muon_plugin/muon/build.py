@@ -4,7 +4,7 @@ This is what ``hydra.utils.instantiate(cfg.optimizer, params=...)`` calls in som
 application.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,10 @@ from hp_muon_plugin.muon.scalar import adamw_defaults
 from hp_muon_plugin.platform.collectives import AxisGroup
 
 Params = torch.nn.Module | Iterable[tuple[str, torch.nn.Parameter]]
+_INSTEAD_OF_GROUPS = (
+    "; rates and decay of groups are options, optimizer.lr and optimizer.weight_decay for matrices, optimizer.adamw.lr "
+    "and optimizer.adamw.weight_decay for the rest; optimizer.muon_params and optimizer.adamw_params say which is which"
+)
 
 
 def build_optimizer(params: Params, **options: Any) -> HpMuonOptimizer:
@@ -158,11 +162,12 @@ def _specs(params: Params) -> dict[torch.nn.Parameter, ParamSpec]:
         return module_specs(params)
     listed = list(params)
     if not listed or not all(isinstance(item, tuple) and len(item) == 2 for item in listed):
+        are_groups = any(isinstance(item, Mapping) for item in listed)  # also OmegaConf's, which Hydra makes of them
         raise ConfigError(
             "params",
             type(listed[0]).__name__ if listed else "[]",
             "Muon routes parameters by name, and these have none",
-            "pass the model, or model.named_parameters()",
+            "pass the model, or model.named_parameters()" + (_INSTEAD_OF_GROUPS if are_groups else ""),
         )
     return named_specs(listed)
 

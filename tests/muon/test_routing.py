@@ -1,5 +1,6 @@
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from hp_muon_plugin.errors import ConfigError, ConfigErrors
 from hp_muon_plugin.layout.spec import ParamSpec, Role, plain_matrix
@@ -166,6 +167,14 @@ def test_frozen_parameters_are_in_no_group() -> None:
 def test_parameters_without_names_are_refused_with_the_fix() -> None:
     with pytest.raises(ConfigError, match=r"pass the model, or model.named_parameters\(\)"):
         build_optimizer(torch.nn.Linear(4, 4).parameters())  # type: ignore[arg-type]
+
+
+def test_groups_of_ones_own_are_told_the_options_that_say_the_same() -> None:
+    """The message asked for the model, and was silent about the rates and the decay that the groups were for."""
+    groups = [{"params": list(torch.nn.Linear(4, 4).parameters()), "weight_decay": 0.0}]
+    for given in (groups, OmegaConf.create({"params": groups}, flags={"allow_objects": True}).params):  # as Hydra does
+        with pytest.raises(ConfigError, match=r"named_parameters\(\); .*optimizer\.adamw\.weight_decay"):
+            build_optimizer(given)
 
 
 def test_two_parameters_of_one_name_are_an_error_that_says_so() -> None:
