@@ -22,6 +22,7 @@ from hp_muon_plugin.muon.gradients import (
     refuse,
     unfrozen_names,
 )
+from hp_muon_plugin.muon.loading import refuse_other_shapes
 from hp_muon_plugin.muon.momenta import update_momenta
 from hp_muon_plugin.muon.plan import MuonPlan, build_plan
 from hp_muon_plugin.muon.routing import Algorithm
@@ -225,14 +226,14 @@ class HpMuonOptimizer(Copyable):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` gave.
 
-        Momentum keeps its saved value in the configured type, whatever the weight's type is; its decay
-        is this run's, as the algorithm of each group is. One
-        that was accumulated as a sum (``m = momentum * m + grad``, as in dion or Moonlight) is
-        converted to the moving average that this optimizer keeps.
+        Momentum keeps its saved value in the configured type, whatever the weight's is; its decay and the algorithm
+        of each group are this run's. One that was accumulated as a sum (``m = momentum * m + grad``, as in dion or
+        Moonlight) is converted to the moving average that this optimizer keeps.
 
         Args:
             state_dict: From this class, or from another Muon with the same groups.
         """
+        refuse_other_shapes(state_dict, self.param_groups, self.specs)
         live = [dict(group) for group in self.param_groups]
         super().load_state_dict(state_dict)
         saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]

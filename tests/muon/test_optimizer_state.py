@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hp_muon_plugin.config.choices import FloatDtype
+from hp_muon_plugin.errors import ConfigError
 from hp_muon_plugin.muon import build_optimizer
 from muon.small_models import model_of, set_grads, single
 
@@ -91,3 +92,24 @@ def test_a_sum_is_converted_by_the_decay_that_it_was_made_with() -> None:
     saved["param_groups"][0] |= {"momentum_convention": "sum", "momentum": 0.9}
     optimizer.load_state_dict(saved)
     torch.testing.assert_close(optimizer.state[param]["momentum_buffer"], torch.full((4, 4), 0.1))
+
+
+@pytest.mark.parametrize("key", ["momentum_buffer", "exp_avg"])
+def test_a_state_of_other_shapes_is_refused_whole(key: str) -> None:
+    """torch takes it, and the next step ends with "the size of tensor a must match the size of tensor b"."""
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.LayerNorm(8))
+    optimizer = build_optimizer(model)
+    set_grads(model, 0)
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    numbers = [number for number, state in saved["state"].items() if key in state]
+    saved["state"][numbers[-1]][key] = torch.zeros(3, 5)
+    before = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0]["lr"] = 7.0
+    with pytest.raises(ConfigError, match=rf"{key}: has shape \(3, 5\), and the parameter \(.*nothing was loaded"):
+        optimizer.load_state_dict(saved)
+    after = optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    for number, state in before["state"].items():
+        for name, value in state.items():
+            assert torch.equal(after["state"][number][name], value)
