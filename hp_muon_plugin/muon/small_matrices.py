@@ -4,7 +4,7 @@ Everything between the Gram matrices and the factors ``Q`` depends only on how m
 are and on their short side. So it is written down once, as a list of calls, and run at every step.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -59,7 +59,7 @@ class SmallMatrices:
     Four buffers of ``(B, m, m)`` are used, ``16 B m^2`` bytes in float32; two if every run has one step. Then
     there is room to keep their rows from lying a power of two apart, which makes mirroring slow. Products
     that mirror nothing are faster without: 3 % at 128. So are those in half precision on the CPU, which want
-    contiguous matrices.
+    contiguous matrices; there the four take half as much, and in bfloat16 a float32 buffer half as much again.
 
     Args:
         count: ``B``.
@@ -90,6 +90,8 @@ class SmallMatrices:
         # An addend is free on a device. On the CPU it is copied first, and the m numbers of a diagonal are
         # fewer; half precision would lose bits of them.
         self._keeps_identity_apart = workspace.device.type != "cpu" or dtype is not torch.float32
+        is_widened = workspace.device.type == "cpu" and dtype is torch.bfloat16
+        self._widened = workspace.take("widened", shape) if is_widened else None
         self.normalizer = self._normalizer(workspace, count)
 
     def two_grams(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -145,8 +147,22 @@ class SmallMatrices:
                 q = grown
         assert q is not None, "a run has at least one step"
         if is_first:
-            operations += _each(torch.Tensor.mul_, q, self.normalizer.root)
+            operations += self._changed("mul_", q, self.normalizer.root)
         return RunProgram(tuple(operations), q, run[0][0] if is_apart else 0.0, complete)
+
+    def _changed(self, method: str, matrices: torch.Tensor, by: torch.Tensor) -> list[Operation]:
+        """Divide or multiply matrices in place by a float32 number each.
+
+        On the CPU torch would widen those in bfloat16 in a temporary copy at every call. (float16 is emulated there
+        and used in tests alone.)
+        """
+        if self._widened is None:
+            return [Operation(getattr(matrices, method), by)]
+        return [
+            Operation(self._widened.copy_, matrices),
+            Operation(getattr(self._widened, method), by),
+            Operation(matrices.copy_, self._widened),
+        ]
 
     def _without_identity(self, row: Coefficients, gram: torch.Tensor, out: torch.Tensor) -> list[Operation]:
         """``out = b R + c R R``."""
@@ -165,22 +181,9 @@ class SmallMatrices:
             trace,
             (Operation(torch.sum, diagonal, dim=-1, dtype=torch.float32, out=trace),),
             Operation(torch.maximum, trace, smallest, out=trace),
-            (*_each(torch.Tensor.div_, self.gram, column), Operation(torch.rsqrt, column, out=root)),
+            (*self._changed("div_", self.gram, column), Operation(torch.rsqrt, column, out=root)),
             root,
         )
-
-
-def _each(
-    change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], of: torch.Tensor, by: torch.Tensor
-) -> list[Operation]:
-    """Change matrices in place by a float32 number each.
-
-    On the CPU a number without dimensions keeps its type, and the matrices theirs; one with dimensions makes torch
-    widen half-precision matrices in a temporary copy.
-    """
-    if of.dtype is torch.float32 or of.device.type != "cpu":
-        return [Operation(change, of, by)]
-    return [Operation(change, matrix, number) for matrix, number in zip(of, by.flatten(), strict=True)]
 
 
 def _scalar(value: float, like: torch.Tensor) -> torch.Tensor:

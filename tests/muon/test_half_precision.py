@@ -15,6 +15,7 @@ from hp_muon_plugin.muon.newton_schulz import NewtonSchulz, Stack, Target, ortho
 from hp_muon_plugin.muon.rule_file import load_table, save_table
 from hp_muon_plugin.muon.workspace import Workspace
 from muon.ns_inputs import errors, gaussian, judged_matrices, torch_muon
+from muon.test_newton_schulz_calls import calls as steady_calls
 
 CPU = torch.device("cpu")
 KELLER = resolve_schedule(Schedule.keller)
@@ -114,14 +115,24 @@ def test_no_operand_is_copied_for_a_product(algorithm: Algorithm, shape: tuple[i
     assert allocated <= shape[0] * 4 * (min(shape[1:]) + 8)  # a diagonal in float32 to sum, and single numbers
 
 
+@pytest.mark.parametrize("count", [1, 1000])
+@pytest.mark.parametrize("form", list(Form))
+def test_a_batch_takes_at_most_35_calls(form: Form, count: int) -> None:
+    x, weight = gaussian(count, 24, 64), gaussian(count, 24, 64)
+    stacks = [Stack(x, (Target(weight, 0, count, keep=0.9, scale=-0.1),))]
+    iteration = engine(Algorithm(form, dtype=BF16), max_workspace_bytes=1 << 30)
+    assert len(steady_calls(iteration, stacks)) <= 35
+
+
 def test_buffers_are_bounded() -> None:
     workspace = Workspace(CPU)
     x = gaussian(3, 128, 256)
     iteration = engine(Algorithm(Form.gram, 4, BF16), workspace=workspace)
     iteration([Stack(x, (Target(torch.empty_like(x), 0, 3),))])
     small, large = 3 * 128**2 * 2, 3 * 128 * 256 * 2
+    widened = 2 * small
     mirror, traces = 32 * 32 * 2, 2 * 3 * 4
-    assert workspace.nbytes == 4 * small + 4 * large + mirror + traces  # copy, two between runs, last product
+    assert workspace.nbytes == 4 * small + widened + 4 * large + mirror + traces  # copy, two between runs, last product
 
 
 def test_a_type_that_is_asked_for_has_rows_of_its_own() -> None:

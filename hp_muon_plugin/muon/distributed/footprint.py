@@ -211,6 +211,8 @@ class Footprint:
             count, short = sum(shape[0] for shape in chunk), max(min(shape[1:]) for shape in chunk)
             is_padded = max(runs) == 1 and blocks > 1 and itemsize == _FLOAT
             self._small(count, short, itemsize, has_one_step=max(runs) == 1, is_padded=is_padded)
+            if algorithm.dtype is FloatDtype.bfloat16 and self._device == "cpu":
+                self.take("widened", count * short * short)
             is_one_by_one = itemsize != _FLOAT and self._device == "cpu"
             self._mirror(algorithm, 1 if is_one_by_one else count, short, itemsize)
             if itemsize != _FLOAT:
