@@ -8,24 +8,22 @@ by matrix, and nothing is copied.
 
 import torch
 
-from hp_muon_plugin.muon.products import Operation, block_rows, lower_blocks
+from hp_muon_plugin.muon.products import BlockSymmetricProducts, Operation, block_rows
 from hp_muon_plugin.muon.workspace import Workspace
 
 
-class HalfSymmetricProducts:
-    """Half the work for large matrices, with ordinary products of block rows; see :class:`Products`.
+class HalfSymmetricProducts(BlockSymmetricProducts):
+    """Products of block rows, one matrix at a time.
 
     Args:
         num_blocks: Block rows.
         workspace: Where the scratch for mirroring comes from.
     """
 
-    is_mirroring = True
     turns_tall = True
 
     def __init__(self, num_blocks: int, workspace: Workspace) -> None:
-        self._num_blocks = num_blocks
-        self._workspace = workspace
+        super().__init__(num_blocks, workspace)
         self._half = torch.tensor(0.5, dtype=torch.bfloat16)
 
     def gram(self, x: torch.Tensor, out: torch.Tensor) -> list[Operation]:
@@ -68,9 +66,6 @@ class HalfSymmetricProducts:
                 operations.append(Operation(torch.addmm, *args, beta=factor, out=result[rows, cols]))
             operations += self._mirror(result)
         return operations
-
-    def _blocks(self, size: int) -> list[tuple[slice, slice]]:
-        return lower_blocks(block_rows(size, self._num_blocks))
 
     def _mirror(self, out: torch.Tensor) -> list[Operation]:
         """Transposing and adding are two calls: together they take three times as long in half precision."""
