@@ -45,11 +45,8 @@ def calibrate(
         Rows for this device, the first that fits decides. A short side between two measured ones
         goes with the one that is nearer in proportion.
     """
-    rules = [
-        Rule(
-            device.type, _ALWAYS_STANDARD_BELOW, 1.0, Algorithm(Form.standard, dtype=dtype or FloatDtype.float32), dtype
-        )
-    ]
+    smallest = Algorithm(Form.standard, dtype=dtype or FloatDtype.float32)
+    rules = [Rule(device.type, _ALWAYS_STANDARD_BELOW, 1.0, smallest, dtype)]
     for index, short in enumerate(shorts):
         bound = _ANY if index + 1 == len(shorts) else round((short * shorts[index + 1]) ** 0.5)
         row: list[Rule] = []

@@ -80,7 +80,8 @@ class Inputs:
         out = self._workspace.take(f"scaled.{position}", tuple(x.shape), self._dtype) if is_kept else x
         if self._dtype is torch.float32:
             return scaled(x, out)
-        return out.copy_(scaled(x.float(), x.float()))  # rare: its allocations are no matter
+        wide = x.float()  # rare: its allocation is no matter
+        return out.copy_(scaled(wide, wide))
 
     def _cleaned(self, x: torch.Tensor, position: int) -> torch.Tensor:
         """With ``non_finite=skip``: a copy in which bad matrices are zero, and counted."""
