@@ -27,6 +27,21 @@ class Target:
     keep: float = 0.0
     scale: float = 1.0
 
+    def chosen(self, x: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The target's own of a stack's matrices.
+
+        Args:
+            x: ``(B, M, N)`` of the whole stack.
+            q: ``(B, m, m)`` of the whole stack.
+
+        Returns:
+            ``count`` of each.
+        """
+        if self.first or self.count != x.shape[0]:
+            own = slice(self.first, self.first + self.count)
+            return x[own], q[own]
+        return x, q
+
     def factors(self, x: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The two factors of the last product and its input, shaped for :attr:`tensor`.
 
@@ -38,9 +53,7 @@ class Target:
             Left, right and the matrices themselves, all with the leading size of :attr:`tensor`.
         """
         is_wide = x.shape[1] <= x.shape[2]
-        if self.first or self.count != x.shape[0]:
-            chosen = slice(self.first, self.first + self.count)
-            x, q = x[chosen], q[chosen]
+        x, q = self.chosen(x, q)
         left, right = (q, x) if is_wide else (x, q.mT)
         blocks = self.tensor.shape[0]
         if blocks == self.count:

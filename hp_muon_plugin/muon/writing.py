@@ -42,9 +42,7 @@ def write_turned(target: Target, x: torch.Tensor, q: torch.Tensor, identity: flo
         identity: What is missing on their diagonal.
         workspace: Where a buffer comes from.
     """
-    if target.first or target.count != x.shape[0]:
-        chosen = slice(target.first, target.first + target.count)
-        x, q = x[chosen], q[chosen]
+    x, q = target.chosen(x, q)
     product = workspace.take("product", tuple(x.shape), x.dtype)
     torch.baddbmm(x, q, x, beta=identity * target.scale, alpha=target.scale, out=product)
     result, blocks = product.mT, target.tensor.shape[0]
