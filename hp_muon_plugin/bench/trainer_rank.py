@@ -55,6 +55,7 @@ def run_rank(plan: Plan, folder: Path) -> None:
         folder: Receives ``found{rank}.{case}.json``.
     """
     from hp_muon_plugin.platform.base import choose
+    from hp_muon_plugin.train.adaptor import megatron_arguments
     from hp_muon_plugin.train.setup import start_ranks
 
     launch = Launch.from_environment()
@@ -62,7 +63,8 @@ def run_rank(plan: Plan, folder: Path) -> None:
     warnings.filterwarnings("ignore")
     first = train_of(model_of(plan.cases[0], "case"), plan.optimizer, plan.precision, launch.world_size)
     platform = choose(first.platform.name)
-    start_ranks(platform, replace(first.topology, timeout_s=plan.timeout_s), launch)
+    topology = replace(first.topology, timeout_s=plan.timeout_s)
+    start_ranks(platform, topology, launch, arguments=megatron_arguments(first))
     for number, text in enumerate(plan.cases):
         config = train_of(model_of(text, "case"), plan.optimizer, plan.precision, launch.world_size)
         found = _measure(config, platform, plan.seconds)

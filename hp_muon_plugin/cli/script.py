@@ -7,14 +7,16 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib.machinery import ModuleSpec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hp_muon_plugin.cli.hydra_app import complain, say
+from hp_muon_plugin.cli.script_adaptor import registering
 from hp_muon_plugin.cli.script_args import Request, parse, parser
 from hp_muon_plugin.cli.script_config import composed_choice
 from hp_muon_plugin.cli.script_files import check_data, check_load, check_save
 from hp_muon_plugin.cli.script_line import added_variables, optimizer_of, script_line
+from hp_muon_plugin.cli.script_module import find_module
 from hp_muon_plugin.cli.script_ranks import check_ranks
 from hp_muon_plugin.config.choices import PlatformName
 from hp_muon_plugin.config.optimizer import HpMuon
@@ -22,6 +24,9 @@ from hp_muon_plugin.config.script import OPTIMIZER, Choice
 from hp_muon_plugin.errors import ConfigError, HookError, HpMuonError
 from hp_muon_plugin.train.environment import check_environment, is_rank, speaks
 from hp_muon_plugin.train.worker import FAILURE_EXIT, USAGE_EXIT, is_mistake
+
+if TYPE_CHECKING:
+    from hp_muon_plugin.megatron.report import Report
 
 _OTHER_RANKS_WAIT_S = 5.0
 """How long rank 0 has to tell an error that ranks may find alike."""
@@ -87,29 +92,9 @@ def _chosen_platform(choice: Choice) -> PlatformName:
 def _check_script(request: Request) -> None:
     assert request.script is not None
     if request.is_module:
-        _check_module(request.script)
+        find_module(request.script)
     elif not Path(request.script).is_file():
         raise ConfigError("SCRIPT", request.script, "there is no such file", "give the path of the training script")
-
-
-def _check_module(name: str) -> None:
-    """Find a module without importing its packages, which must not happen before the hooks are in place."""
-    places: Sequence[str] | None = None
-    found = None
-    parts = name.split(".")
-    for count in range(1, len(parts) + 1):
-        found = _spec(".".join(parts[:count]), places)
-        if found is None or (found.submodule_search_locations is None and count < len(parts)):
-            raise ConfigError("-m", name, "there is no such module", "give a module that Python finds from here")
-        places = found.submodule_search_locations
-    if places is not None and _spec(f"{name}.__main__", places) is None:
-        raise ConfigError("-m", name, "is a package without __main__", f"name a module in it, as {name}.train")
-
-
-def _spec(name: str, places: Sequence[str] | None) -> ModuleSpec | None:
-    """As ``importlib.util.find_spec``, which would import the packages above. Not only from paths."""
-    specs = (finder.find_spec(name, places) for finder in sys.meta_path)
-    return next((spec for spec in specs if spec is not None), None)
 
 
 def _run(request: Request, choice: Choice, platform: PlatformName, line: list[str], added: list[str]) -> None:
@@ -118,27 +103,35 @@ def _run(request: Request, choice: Choice, platform: PlatformName, line: list[st
         os.environ.update(_alone())
     variables = added_variables(line, platform, os.environ)
     os.environ.update(variables)
-    from hp_muon_plugin.megatron.installation import Report, Select, install, warn_no_more
+    from hp_muon_plugin.megatron.installation import Report
     from hp_muon_plugin.platform.base import choose
 
-    device = choose(platform)
-    device.prepare(int(os.environ.get("LOCAL_RANK", "0")))
-    _repair(platform)
-    report: Report = install(
-        choice.optimizer,
-        select=Select.by_name if choice.optimizer is None else Select.always,
-        data_parallel=choice.data_parallel,
-        hooks=choice.hooks,
-        strict=choice.strict,
-        allow_untested=choice.allow_untested,
-    )
-    if speaks():
-        told = [f"\n  added to the script's arguments: {' '.join(added)}"] if added else []
-        told += [f"\n  set in the environment: {name}={value}" for name, value in variables.items()]
-        say(f"{report}{''.join(told)}")
-    warn_no_more()
+    reports: list[Report] = []
+
+    def register() -> None:
+        reports.append(_register(choice, platform))
+        if speaks():
+            told = [f"\n  added to the script's arguments: {' '.join(added)}"] if added else []
+            told += [f"\n  set in the environment: {name}={value}" for name, value in variables.items()]
+            say(f"{reports[0]}{''.join(told)}")
+
     before = sys.argv, list(sys.path)
-    sys.argv = [request.script, *line]
+    sys.argv = [request.script, *line]  # MindSpeed reads it while it is imported
+    try:
+        choose(platform).prepare(int(os.environ.get("LOCAL_RANK", "0")))
+        with registering(request, platform, register):
+            _execute(request)
+    except SystemExit as ended:  # many scripts end with sys.exit(main())
+        if ended.code in (None, 0) and not request.wants_help:
+            _check_used(reports, choice)
+        raise
+    finally:
+        sys.argv, sys.path[:] = before
+    _check_used(reports, choice)
+
+
+def _execute(request: Request) -> None:
+    assert request.script is not None
     try:
         if request.is_module:
             runpy.run_module(request.script, run_name="__main__", alter_sys=True)
@@ -149,13 +142,22 @@ def _run(request: Request, choice: Choice, platform: PlatformName, line: list[st
         if not (error.name or "").startswith("megatron."):
             raise
         raise _other_megatron(str(error.name), request.script) from error
-    except SystemExit as ended:  # many scripts end with sys.exit(main())
-        if ended.code in (None, 0) and not request.wants_help:
-            _check_used(report, choice)
-        raise
-    finally:
-        sys.argv, sys.path[:] = before
-    _check_used(report, choice)
+
+
+def _register(choice: Choice, platform: PlatformName) -> "Report":
+    from hp_muon_plugin.megatron.installation import Select, install, warn_no_more
+
+    _repair(platform)
+    report = install(
+        choice.optimizer,
+        select=Select.by_name if choice.optimizer is None else Select.always,
+        data_parallel=choice.data_parallel,
+        hooks=choice.hooks,
+        strict=choice.strict,
+        allow_untested=choice.allow_untested,
+    )
+    warn_no_more()
+    return report
 
 
 def _other_megatron(module: str, script: str) -> ConfigError:
@@ -179,14 +181,16 @@ def _repair(platform: PlatformName) -> None:
     apply_training_fixes()
 
 
-def _check_used(report: object, choice: Choice) -> None:
-    from hp_muon_plugin.megatron.installation import Report
-
-    assert isinstance(report, Report)
+def _check_used(reports: Sequence["Report"], choice: Choice) -> None:
     if not choice.is_ours:
         return
     try:
-        report.assert_used()
+        if not reports:
+            raise HookError(
+                "the plugin was not registered: the script imported neither MindSpeed's adaptor nor Megatron\n"
+                "  fix: give the script that trains"
+            )
+        reports[0].assert_used()
     except HookError as error:
         if choice.strict:
             raise

@@ -5,6 +5,7 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 
 from hp_muon_plugin.config.choices import PlatformName
+from hp_muon_plugin.config.mindspeed import CLASHES
 from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.config.script import Choice
 from hp_muon_plugin.errors import ConfigError, raise_all
@@ -104,6 +105,13 @@ def _refused(arguments: Sequence[str], choice: Choice) -> list[ConfigError]:
         ConfigError(flag, True, "shards parameters in a way that cuts matrices", fix)
         for flag in _OTHER_WRAPPERS
         if flag in names
+    ]
+    errors += [
+        ConfigError(clash.flag, value_of(arguments, clash.flag) or True, clash.why, clash.fix)
+        for clash in CLASHES
+        if clash.flag in names
+        and (choice.data_parallel is not None or not clash.sharded_only)
+        and clash.value in (None, value_of(arguments, clash.flag))
     ]
     if choice.data_parallel is not None and value_of(arguments, "--ckpt-format") == "torch":
         fix = "take --ckpt-format torch_dist"

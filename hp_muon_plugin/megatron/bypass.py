@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from hp_muon_plugin.errors import HookError
-from hp_muon_plugin.megatron.hooks import Hook, HookKind, aliases
+from hp_muon_plugin.megatron.hooks import Hook, HookKind, aliases, resolve
 from hp_muon_plugin.megatron.report import Report
+from hp_muon_plugin.platform import mindspeed
 
 
 def refuse_other_muon(hook: Hook, original: Any) -> None:
@@ -25,6 +26,21 @@ def refuse_other_muon(hook: Hook, original: Any) -> None:
             f"hook {hook.name}: {hook.target} is already replaced by {module}.{name}, another Muon\n"
             "  fix: switch that one off (MindSpeed: leave --optimizer muon out)"
         )
+
+
+def refuse_other_wrappers(hook: Hook) -> None:
+    """Refuse to stand below another Muon that MindSpeed has put around the same function.
+
+    Args:
+        hook: The hook that is to be installed.
+
+    Raises:
+        HookError: If there is one, or upstream moved the target.
+    """
+    owner, name, _ = resolve(hook)
+    record = mindspeed.record_around(owner, name)
+    for wrapper in () if record is None else record.wrappers:
+        refuse_other_muon(hook, wrapper)
 
 
 def refuse_unsharded(report: Report, chunks: Sequence[Any]) -> None:

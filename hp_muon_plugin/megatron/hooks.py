@@ -15,7 +15,7 @@ from typing import Any
 
 from hp_muon_plugin.errors import HookError
 from hp_muon_plugin.megatron.versions import CoreVersion
-from hp_muon_plugin.platform import patching
+from hp_muon_plugin.platform import mindspeed, patching
 
 _NOT_SEARCHED = frozenset({"hp_muon_plugin", "torch", "numpy", "sympy", "networkx", "mpmath"})
 """Packages whose modules are not scanned: ours, and those below Megatron, with two thirds of all names of a process."""
@@ -149,18 +149,21 @@ class Installed:
         original: What stood there.
         replacement: What stands there now.
         places: Where it was replaced, as (owner, attribute name).
+        below: Names of MindSpeed's wrappers, below which it was put.
     """
 
     hook: Hook
     original: Any
     replacement: Any
     places: list[tuple[Any, str]] = field(default_factory=list)
+    below: tuple[str, ...] = ()
 
     def names(self) -> list[str]:
         """Where it was replaced, as dotted names."""
         if self.hook.kind is HookKind.entry:
             return [f"{self.hook.target}[{name!r}]" for _, name in self.places]
-        return [f"{getattr(owner, '__name__', owner)}.{name}" for owner, name in self.places]
+        below = f" (below MindSpeed's {', '.join(self.below)})" if self.below else ""
+        return [f"{getattr(owner, '__name__', owner)}.{name}{below}" for owner, name in self.places]
 
 
 def resolve(hook: Hook) -> tuple[Any, str, Any]:
@@ -226,6 +229,9 @@ def put(hook: Hook, make: Callable[[Any], Any]) -> Installed:
         HookError: If upstream moved the target or changed its parameters.
     """
     owner, name, original = resolve(hook)
+    record = mindspeed.record_around(owner, name)
+    if record is not None:
+        return _put_below(hook, record, make)
     check_signature(hook, original)
     if hook.kind is HookKind.entry:
         return _put_entry(hook, original, make(original))
@@ -235,6 +241,18 @@ def put(hook: Hook, make: Callable[[Any], Any]) -> Installed:
         if place not in installed.places:
             setattr(*place, installed.replacement)
             installed.places.append(place)
+    mindspeed.underlie(owner, name, original, installed.replacement)
+    return installed
+
+
+def _put_below(hook: Hook, record: mindspeed.Record, make: Callable[[Any], Any]) -> Installed:
+    """Under MindSpeed's wrappers, which it may take off and put on again."""
+    original = record.orig_func
+    check_signature(hook, original)
+    names = tuple(getattr(wrapper, "__name__", "") for wrapper in record.wrappers)
+    place = (record.orig_module, hook.attribute.rpartition(".")[2])
+    installed = Installed(hook, original, make(original), [place], names)
+    mindspeed.exchange(record, installed.replacement)
     return installed
 
 
@@ -258,6 +276,12 @@ def take_back(installed: Installed) -> None:
         HookError: If somebody has replaced our replacement since; then nothing is changed.
     """
     is_entry = installed.hook.kind is HookKind.entry
+    record = mindspeed.record_above(installed.replacement)
+    if record is not None:
+        mindspeed.exchange(record, installed.original)
+        installed.places = [
+            place for place in installed.places if vars(place[0]).get(place[1]) is installed.replacement
+        ]
     foreign = [
         shown
         for (owner, name), shown in zip(installed.places, installed.names(), strict=True)

@@ -14,7 +14,12 @@ from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.config.options import from_options, plain
 from hp_muon_plugin.config.ranges import check_ranges
 from hp_muon_plugin.errors import ConfigError, HookError, raise_all
-from hp_muon_plugin.megatron.bypass import refuse_other_muon, refuse_stale_aliases, refuse_unsharded
+from hp_muon_plugin.megatron.bypass import (
+    refuse_other_muon,
+    refuse_other_wrappers,
+    refuse_stale_aliases,
+    refuse_unsharded,
+)
 from hp_muon_plugin.megatron.contract import check_contract
 from hp_muon_plugin.megatron.first_step import noting_init
 from hp_muon_plugin.megatron.hooks import HOOKS, Hook, HookKind, put, take_back
@@ -164,6 +169,8 @@ def _put(hook: Hook, report: Report, strict: bool) -> None:
         HookKind.wrapper: _wrapper,
     }
     try:
+        if hook.kind is HookKind.factory:
+            refuse_other_wrappers(hook)
         installed_hook = put(hook, functools.partial(make[hook.kind], hook, report))
     except HookError as error:
         if strict:

@@ -7,6 +7,7 @@ from hp_muon_plugin.config.data_parallel import MegatronFsdp, TorchFsdp2
 from hp_muon_plugin.config.trainer import Train
 from hp_muon_plugin.errors import ConfigError, HookError, raise_all
 from hp_muon_plugin.megatron.versions import CoreVersion, core_version
+from hp_muon_plugin.platform import mindspeed
 
 
 def lane_errors(config: Train) -> list[ConfigError]:
@@ -86,4 +87,4 @@ def _wrapper_errors(config: Train, version: CoreVersion) -> Iterator[ConfigError
 
 
 def _has_transformer_engine() -> bool:
-    return importlib.util.find_spec("transformer_engine") is not None
+    return importlib.util.find_spec("transformer_engine") is not None and not mindspeed.is_dummy("transformer_engine")

@@ -10,6 +10,7 @@ import torch
 
 from hp_muon_plugin.config.choices import PlatformName
 from hp_muon_plugin.errors import PlatformError
+from hp_muon_plugin.platform import mindspeed
 
 
 class Platform(Protocol):
@@ -102,21 +103,19 @@ def _npu() -> Any:
 class NpuPlatform:
     """Ascend NPUs over HCCL, through torch_npu. Not run on hardware by this project yet.
 
-    megatron-core on NPU needs MindSpeed's adaptor, which patches Megatron when it is imported and
-    must be imported before Megatron; without it torch_npu's own ``transfer_to_npu`` translates
-    ``torch.cuda`` calls.
+    megatron-core on NPU needs MindSpeed's adaptor, which patches Megatron when it is imported: next, by whoever
+    trains, for it reads the trainer's arguments (platform/mindspeed.py). Without MindSpeed torch_npu's own
+    ``transfer_to_npu`` translates ``torch.cuda`` calls.
     """
 
     name = PlatformName.npu
     backend = "hccl"
 
     def prepare(self, local_rank: int) -> None:
-        """Import torch_npu and what makes Megatron use it, and choose the NPU."""
+        """Import torch_npu, have it translate ``torch.cuda`` where MindSpeed will not, and choose the NPU."""
         importlib.import_module("torch_npu")
-        for module in ("mindspeed.megatron_adaptor", "torch_npu.contrib.transfer_to_npu"):
-            if importlib.util.find_spec(module.split(".")[0]) is not None:
-                importlib.import_module(module)
-                break
+        if not mindspeed.is_installed():
+            importlib.import_module("torch_npu.contrib.transfer_to_npu")
         _refuse_crowd(self.name, _npu().device_count(), local_rank)
         _npu().set_device(local_rank)
 

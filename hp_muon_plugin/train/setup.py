@@ -1,6 +1,7 @@
 """From options to a model, an optimizer and a schedule that are ready to step."""
 
 import datetime
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,22 +12,27 @@ from hp_muon_plugin.config.data_parallel import DpOptions, HpFsdp, MegatronFsdp,
 from hp_muon_plugin.config.optimizer import AdamW, HpMuon
 from hp_muon_plugin.config.trainer import Topology, Train, default_warmup
 from hp_muon_plugin.platform.base import Platform
+from hp_muon_plugin.train.adaptor import adapt
 from hp_muon_plugin.train.environment import Launch
 
 _FILE = "file://"
 _SEED_STEP_PER_STAGE = 100  # as in megatron.training: stages draw different weights
 
 
-def start_ranks(platform: Platform, topology: Topology, launch: Launch) -> None:
+def start_ranks(
+    platform: Platform, topology: Topology, launch: Launch, *, arguments: Mapping[str, Any] | None = None
+) -> None:
     """Join the job and initialise Megatron's parallel state. Collective.
 
     Args:
         platform: Chosen platform.
         topology: Options.
         launch: This process's place.
+        arguments: What Megatron's parser would have read, for MindSpeed; see :func:`~.adaptor.megatron_arguments`.
     """
     torch.set_num_threads(topology.threads)
     platform.prepare(launch.local_rank)
+    adapt(platform, arguments or {})
     if platform.name is PlatformName.cpu:
         from hp_muon_plugin.megatron.cpu_fixes import apply_cpu_fixes
 

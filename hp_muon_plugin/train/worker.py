@@ -136,6 +136,7 @@ def run_rank(config: Train, folder: Path) -> None:
         folder: The run's folder.
     """
     from hp_muon_plugin.platform.base import choose
+    from hp_muon_plugin.train.adaptor import megatron_arguments
     from hp_muon_plugin.train.metrics import MetricLog
     from hp_muon_plugin.train.progress import make_display
     from hp_muon_plugin.train.setup import start_ranks
@@ -143,7 +144,7 @@ def run_rank(config: Train, folder: Path) -> None:
     launch = Launch.from_environment()
     quiet_logging(is_first_rank=launch.rank == 0)
     platform = choose(config.platform.name)
-    start_ranks(platform, config.topology, launch)
+    start_ranks(platform, config.topology, launch, arguments=megatron_arguments(config))
     import torch.distributed as dist
 
     is_first = launch.rank == 0

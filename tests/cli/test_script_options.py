@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from hp_muon_plugin.cli.script import _check_module, run
+from hp_muon_plugin.cli.script import run
 from hp_muon_plugin.cli.script_args import flag_of, parse, parser
 from hp_muon_plugin.cli.script_config import composed_choice
 from hp_muon_plugin.cli.script_files import check_data, check_save
 from hp_muon_plugin.cli.script_line import added_variables, script_line
+from hp_muon_plugin.cli.script_module import find_module
 from hp_muon_plugin.cli.script_ranks import check_ranks
 from hp_muon_plugin.config.choices import OuterMode, PlatformName, Schedule
 from hp_muon_plugin.config.data_parallel import HpFsdp
@@ -276,9 +277,9 @@ def test_a_module_that_is_not_there_is_told_before_anything_is_imported(
     ):
         assert run(["-m", name]) == 2
         assert message in capsys.readouterr().err
-    _check_module("somebodys_package.train")
-    _check_module("json.tool")
-    _check_module("unittest")
+    find_module("somebodys_package.train")
+    find_module("json.tool")
+    find_module("unittest")
 
 
 @pytest.mark.parametrize(
