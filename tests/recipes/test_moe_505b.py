@@ -77,7 +77,7 @@ def test_the_plan_is_the_one_of_the_readme(plan: str) -> None:
         "prediction at these rates: 808 ms",
     ):
         assert figure in plan
-        number = re.search(r"[\d,.]{4,}", figure)
+        number = re.search(r"[\d,.]{3,}", figure)
         assert number is not None
         assert number[0].strip(",") in README
     arriving = re.findall(r"from (?:the shard group|other replicas): ([\d.]+) MiB of weights, ([\d.]+) MiB", plan)
