@@ -84,7 +84,9 @@ def _times(
 
 def _candidates(device: torch.device, short: int, asked: FloatDtype | None) -> Iterator[Algorithm]:
     dtypes = [FloatDtype.float32] if device.type == "cpu" else [FloatDtype.float32, FloatDtype.float16]
-    for dtype in dtypes if asked is None else [asked]:
+    if asked is not None:  # on a CPU float32 may be faster as well as more accurate
+        dtypes = [asked, FloatDtype.float32] if device.type == "cpu" and asked is not FloatDtype.float32 else [asked]
+    for dtype in dtypes:
         for form in Form:
             for blocks in (1, 2, 4, 8, 16) if short >= _SMALLEST_SYMMETRIC else (1,):
                 if blocks == 1 or short // blocks >= _SMALLEST_BLOCK:

@@ -74,7 +74,8 @@ class HpMuon:
     """Rows ``[a, b, c]`` for ``schedule=custom``."""
     ns_dtype: FloatDtype | None = None
     """Type that Newton-Schulz computes in; null lets the table of algorithms choose: float32 on CPU and for
-    matrices with a short side up to 256, float16 above that on CUDA and NPU."""
+    matrices with a short side up to 256, float16 above that on CUDA and NPU. Where float32 was measured to be faster
+    than bfloat16 (on CPU: short sides below 39, long rows), it is taken for that."""
     ns_table: str | None = None
     """File of measured algorithms, from ``hp-muon bench newton-schulz --calibrate``; null for the built-in table."""
     momentum_dtype: FloatDtype = FloatDtype.float32

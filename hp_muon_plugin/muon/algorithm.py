@@ -133,7 +133,8 @@ _BF16 = FloatDtype.bfloat16
 # Below 12 a single direction that float32 Gram matrices lose (singular values below 2.4e-4 of the norm)
 # weighs more than 1.5e-3 of the result: the standard form, which costs little there.
 # CPU rows: measured on 2 cores of an AMD EPYC (Zen 4), torch 2.13, float32; docs/benchmarks has the runs.
-# bfloat16 on the CPU is not chosen there: it is a thousand times less accurate.
+# bfloat16 on the CPU is not chosen there: it is a thousand times less accurate. Where it is asked for, float32 is taken
+# all the same for short sides below 39 and for long rows: it is faster there as well.
 # CUDA and NPU rows: not run on hardware. They follow the operation counts: small matrices are bound by
 # launches and bandwidth, where the Gram form needs fewest of both; large ones are bound by arithmetic,
 # and float16 after exact scaling is 4 to 9 times as accurate as bfloat16 at the same rate.
@@ -149,9 +150,11 @@ TABLE: tuple[Rule, ...] = (
     Rule("cpu", 724, 1.0, Algorithm(Form.standard, 8, shared_blocks=2)),
     Rule("cpu", _ANY, 1.5, Algorithm(Form.gram, 16)),
     Rule("cpu", _ANY, 1.0, Algorithm(Form.standard, 16)),
-    Rule("cpu", 12, 1.0, Algorithm(Form.standard, dtype=_BF16), _BF16),
-    Rule("cpu", 39, 4.0, Algorithm(Form.gram, dtype=_BF16), _BF16),
-    Rule("cpu", 39, 1.0, Algorithm(Form.standard, dtype=_BF16), _BF16),
+    Rule("cpu", 12, 1.0, Algorithm(Form.standard), _BF16),
+    Rule("cpu", 39, 4.0, Algorithm(Form.gram), _BF16),
+    Rule("cpu", 39, 1.0, Algorithm(Form.standard), _BF16),
+    Rule("cpu", 181, 16.0, Algorithm(Form.gram), _BF16),
+    Rule("cpu", 362, 16.0, Algorithm(Form.gram, 4, shared_blocks=1), _BF16),
     Rule("cpu", 270, 2.0, Algorithm(Form.gram, dtype=_BF16), _BF16),
     Rule("cpu", 405, 4.0, Algorithm(Form.gram, 2, _BF16), _BF16),
     Rule("cpu", 405, 2.0, Algorithm(Form.gram, dtype=_BF16), _BF16),
@@ -183,8 +186,8 @@ def choose(
         dtype: Type of the products that is asked for; None leaves it to the table.
 
     Returns:
-        The algorithm. Where the table has no row for a type that is asked for, it is what the table has for
-        the shape, in that type.
+        The algorithm: of a row for the type that is asked for, which may have found a more accurate one to be
+        faster. Where the table has no such row, it is what the table has for the shape, in that type.
     """
     known = device if device in ("cpu", "npu") else "cuda"
     fitting = [rule for rule in table if rule.fits(known, short, long)]

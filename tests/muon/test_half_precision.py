@@ -138,9 +138,12 @@ def test_buffers_are_bounded() -> None:
 def test_a_type_that_is_asked_for_has_rows_of_its_own() -> None:
     """Block rows that were measured in float32 made bfloat16 slower than the plain iteration."""
     assert choose("cpu", 300, 640).dtype is FloatDtype.float32
-    for short, long in [(6, 90), (24, 10240), (224, 640), (640, 2304), (2048, 2048)]:
+    # Below 39 and for long rows float32 is measured to be as fast or faster, and it is a thousand times as accurate.
+    shapes = {(6, 90): False, (24, 10240): False, (24, 24): False, (128, 2048): False, (256, 4096): False}
+    shapes |= {(224, 640): True, (640, 2304): True, (2048, 2048): True, (128, 1024): True}
+    for (short, long), is_half in shapes.items():
         found = choose("cpu", short, long, dtype=BF16)
-        assert found.dtype is BF16
+        assert found.dtype is (BF16 if is_half else FloatDtype.float32)
         assert found is next(r.algorithm for r in TABLE if r.asked is BF16 and r.fits("cpu", short, long))
         assert choose("cpu", short, long, dtype=FloatDtype.float32) == choose("cpu", short, long)
         emulated = choose("cpu", short, long, dtype=FloatDtype.float16)
