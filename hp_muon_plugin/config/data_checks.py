@@ -4,6 +4,7 @@ import math
 import os.path
 from collections.abc import Iterator
 
+from hp_muon_plugin.config.blend import read_blend, shown_path
 from hp_muon_plugin.config.choices import DataKind
 from hp_muon_plugin.config.trainer import Data
 from hp_muon_plugin.errors import ConfigError
@@ -24,10 +25,7 @@ def data_errors(data: Data) -> Iterator[ConfigError]:
     if data.kind is DataKind.pydoc:
         yield from _ignored_errors(data)
         return
-    if not data.path:
-        yield ConfigError("data.path", data.path, "data=megatron needs your dataset", "data.path=/prefix/of/your/data")
-    else:
-        yield from _file_errors(data.path)
+    yield from _path_errors(data.path)
     if data.vocab_size is None:
         yield ConfigError("data.vocab_size", None, "is not known for your own dataset", "e.g. data.vocab_size=32000")
     yield from _end_of_document_errors(data)
@@ -78,7 +76,7 @@ def _ignored_errors(data: Data) -> Iterator[ConfigError]:
         vocabulary = "" if data.vocab_size is not None else " data.vocab_size=N"
         yield ConfigError(
             "data.path",
-            data.path,
+            shown_path(data.path),
             "data=pydoc trains on the text that CPython ships, and would ignore it",
             f"add data=megatron{vocabulary} for your dataset, or leave data.path out",
         )
@@ -94,7 +92,20 @@ def _ignored_errors(data: Data) -> Iterator[ConfigError]:
             )
 
 
-def _file_errors(prefix: str) -> Iterator[ConfigError]:
+def _path_errors(path: object) -> Iterator[ConfigError]:
+    if path is None or path == [] or (isinstance(path, str) and not path.strip()):
+        yield ConfigError("data.path", path, "data=megatron needs your dataset", "data.path=/prefix/of/your/data")
+        return
+    try:
+        blend = read_blend(path)
+    except ConfigError as error:
+        yield error
+        return
+    for prefix in blend.names:
+        yield from _file_errors(prefix, has_spaces=isinstance(path, str) and len(path.split()) > 1)
+
+
+def _file_errors(prefix: str, *, has_spaces: bool) -> Iterator[ConfigError]:
     if prefix.endswith((".bin", ".idx")):
         yield ConfigError("data.path", prefix, "is a file, and a prefix is wanted", f"data.path={prefix[:-4]}")
         return
@@ -104,7 +115,8 @@ def _file_errors(prefix: str) -> Iterator[ConfigError]:
             "data.path",
             prefix,
             f"there is no file {' and no file '.join(missing)}",
-            "give the prefix of a dataset that Megatron's tools/preprocess_data.py wrote, without .bin or .idx",
+            "give the prefix of a dataset that Megatron's tools/preprocess_data.py wrote, without .bin or .idx"
+            + (" (a prefix with spaces stands in a list: 'data.path=[\"/my data/text\"]')" if has_spaces else ""),
         )
 
 

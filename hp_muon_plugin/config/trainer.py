@@ -94,8 +94,9 @@ class Data:
 
     kind: DataKind = DataKind.pydoc
     """``pydoc`` builds a byte-level dataset from the text that CPython ships; ``megatron`` reads yours."""
-    path: str | None = None
-    """Prefix of your ``.bin`` and ``.idx`` files, without the ending."""
+    path: Any = None
+    """Prefix of your ``.bin`` and ``.idx`` files, without the ending; or what else Megatron's ``--data-path`` takes:
+    several prefixes, or weights and prefixes by turns, as a list or as one text with spaces (docs/data.md)."""
     vocab_size: int | None = number(None, least=1, example=32000)
     """Number of token ids in your dataset, before padding. Known for ``pydoc``."""
     eod_id: int | None = number(None, least=0, example=0)

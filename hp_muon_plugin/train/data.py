@@ -1,26 +1,30 @@
 """Batches from Megatron datasets, through megatron-core's own dataset classes."""
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
+from hp_muon_plugin.config.blend import Blend, read_blend, shown_path
 from hp_muon_plugin.config.choices import DataKind
 from hp_muon_plugin.config.data_checks import split_shares
 from hp_muon_plugin.config.trainer import Train
-from hp_muon_plugin.errors import DataError
-from hp_muon_plugin.train.index_file import TokenFile, check_index
+from hp_muon_plugin.errors import ConfigError, DataError
+from hp_muon_plugin.train.index_file import TokenFile
 from hp_muon_plugin.train.text import ByteTokenizer, build_pydoc_dataset, unigram_entropy, vocabulary_size
-from hp_muon_plugin.train.token_checks import CHECKED_TOKENS, check_ids, check_parts, check_vocabulary
+from hp_muon_plugin.train.token_checks import check_ids, open_files, tokens_to_check
 
 _HASHED_SEQUENCES = 1 << 18
 _ORDER_SAMPLES = 1000
+_PLACE = "dataset_id"
+"""Megatron's name for a sample's dataset in a blend."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,28 +78,27 @@ def load_data(config: Train) -> TrainingData:
         DataError: If a file is missing or damaged.
         ConfigError: If a part of the text is too small for one sample, or the vocabulary for it.
     """
-    prefix, vocab_size = dataset_prefix(config), vocabulary_size(config.data)
-    file = check_index(prefix)
-    check_parts(file.lengths, config.data.split, config.model.seq_length)
-    check_vocabulary(file, vocab_size)
-    train, held_out = _built(config, prefix, _cache_folder(config, file))
-    entropy = unigram_entropy(file.first_tokens(CHECKED_TOKENS))
-    return TrainingData(train, held_out, vocab_size, file.num_tokens, entropy)
+    blend, vocab_size = dataset_blend(config), vocabulary_size(config.data)
+    by_name = open_files(blend, config.data.split, seq_length=config.model.seq_length, vocab_size=vocab_size)
+    files = [by_name[prefix] for prefix in blend.prefixes]
+    train, held_out = _built(config, blend, _cache_folder(config, list(by_name.values())))
+    texts = [file.first_tokens(tokens_to_check(len(by_name))) for file in files]
+    entropy = unigram_entropy(texts, blend.weights or [file.num_tokens for file in files])
+    return TrainingData(train, held_out, vocab_size, sum(file.num_tokens for file in by_name.values()), entropy)
 
 
-def dataset_prefix(config: Train) -> str:
-    """Where the dataset lies; the built-in text is written first if it is not there.
+def dataset_blend(config: Train) -> Blend:
+    """Where the datasets lie; the built-in text is written first if it is not there.
 
     Args:
         config: Checked options.
 
     Returns:
-        Prefix of the ``.bin`` and ``.idx`` files.
+        Prefixes of ``.bin`` and ``.idx`` files, and their weights.
     """
     if config.data.kind is DataKind.pydoc:
-        return build_pydoc_dataset(config.data.cache_dir)
-    assert config.data.path is not None
-    return config.data.path
+        return Blend((build_pydoc_dataset(config.data.cache_dir),))
+    return read_blend(config.data.path)
 
 
 def micro_batches(
@@ -126,8 +129,9 @@ def micro_batches(
     while True:
         mine = range(sample + dp_rank * size, sample + (dp_rank + 1) * size)
         items = [dataset[index % len(dataset)] for index in mine]
+        places = [int(item.pop(_PLACE, 0)) for item in items]
         batch = {name: torch.stack([torch.as_tensor(item[name]) for item in items]) for name in items[0]}
-        _check_batch(batch, vocab_size, config, mine)
+        _check_batch(batch, places, vocab_size, config, mine)
         yield Batch(**{name: tensor.to(device) for name, tensor in batch.items()})
         sample += size * dp_size
 
@@ -142,35 +146,50 @@ def order_of_samples(dataset: Any, count: int) -> int | None:
     Returns:
         A checksum of where up to 1,000 of them lie; None for datasets that do not tell.
     """
-    shuffled = getattr(dataset, "shuffle_index", None)
-    if shuffled is None:
+    if getattr(dataset, "shuffle_index", None) is None and not hasattr(dataset, "dataset_index"):
         return None
     length = len(dataset)
     places = [
-        (int(document), int(offset))
+        _place_of(dataset, index % length)
         for index in sorted({number * count // _ORDER_SAMPLES for number in range(_ORDER_SAMPLES)})
-        for first, offset in [dataset.sample_index[shuffled[index % length]]]
-        for document in [dataset.document_index[first]]
     ]
     return zlib.crc32(repr(places).encode("ascii"))
 
 
-def _check_batch(batch: dict[str, torch.Tensor], vocab_size: int, config: Train, samples: range) -> None:
+def _place_of(dataset: Any, index: int) -> tuple[int, ...]:
+    """Document and token with which a sample begins, behind the dataset's place in a blend."""
+    if hasattr(dataset, "dataset_index"):
+        place = int(dataset.dataset_index[index])
+        return (place, *_place_of(dataset.datasets[place], int(dataset.dataset_sample_index[index])))
+    first, offset = dataset.sample_index[dataset.shuffle_index[index]]
+    return int(dataset.document_index[first]), int(offset)
+
+
+def _check_batch(
+    batch: dict[str, torch.Tensor], places: list[int], vocab_size: int, config: Train, samples: range
+) -> None:
     """Tensor-parallel embeddings take an id outside the vocabulary for another rank's, and say nothing.
 
     The tensors are on the CPU, so reading their extremes waits for no device.
     """
-    smallest = min(int(batch[name].min()) for name in ("tokens", "labels"))
-    largest = max(int(batch[name].max()) for name in ("tokens", "labels"))
-    where = f"{config.data.path}.bin (in samples {samples.start} to {samples.stop - 1})"
+    ids = [batch[name] for name in ("tokens", "labels")]  # (B, S) each
+    smallest, largest = min(int(each.min()) for each in ids), max(int(each.max()) for each in ids)
+    if smallest >= 0 and largest < vocab_size:
+        return
+    bad = next(row for row in range(len(samples)) for each in ids if not _is_known(each[row], vocab_size))
+    where = f"{dataset_blend(config).prefixes[places[bad]]}.bin (in samples {samples.start} to {samples.stop - 1})"
     check_ids(smallest, largest, vocab_size, where=where)
 
 
-def _built(config: Train, prefix: str, cache: Path) -> tuple[Any, Any]:
+def _is_known(ids: torch.Tensor, vocab_size: int) -> bool:
+    return int(ids.min()) >= 0 and int(ids.max()) < vocab_size
+
+
+def _built(config: Train, blend: Blend, cache: Path) -> tuple[Any, Any]:
     """Training and held-out samples from megatron-core's builder, which keeps its shuffled indices in ``cache``."""
     run = config.run
     samples = [run.steps * run.global_batch_size, run.eval_batches * run.global_batch_size, 0]
-    dataset_config = _dataset_config(config, prefix, cache)
+    dataset_config = _dataset_config(config, blend, cache)
     builder = BlendedMegatronDatasetBuilder(GPTDataset, samples, lambda: True, dataset_config)
     try:
         train, held_out, _ = builder.build()
@@ -179,22 +198,48 @@ def _built(config: Train, prefix: str, cache: Path) -> tuple[Any, Any]:
             f"Megatron's shuffled indices in {cache} cannot be used ({type(error).__name__}: {error})\n"
             "  fix: delete that folder; it is made again"
         ) from error
+    except IndexError as error:
+        raise _too_few_samples(config, blend) from error
+    if any(map(_draws_too_many, (train, held_out))):  # what Megatron finds in the cache it does not look at again
+        raise _too_few_samples(config, blend)
     return train, held_out
 
 
-def _cache_folder(config: Train, file: TokenFile) -> Path:
+def _draws_too_many(dataset: Any) -> bool:
+    """Whether a blend takes samples that one of its datasets does not have."""
+    if not hasattr(dataset, "dataset_index"):
+        return False
+    taken = np.bincount(dataset.dataset_index, minlength=len(dataset.datasets))
+    return any(count > len(member) for count, member in zip(taken, dataset.datasets, strict=True))
+
+
+def _too_few_samples(config: Train, blend: Blend) -> ConfigError:
+    """Megatron rounds every dataset's share up, so that a blend of many is longer than what it makes of each."""
+    return ConfigError(
+        "data.path",
+        shown_path(config.data.path),
+        f"so few training or held-out samples cannot be divided by weight among {len(blend.prefixes)} datasets: "
+        "Megatron rounds each one's number up and draws from the heaviest more than it has made ready",
+        "raise run.steps or run.eval_batches, name fewer datasets, or leave the weights out",
+    )
+
+
+def _cache_folder(config: Train, files: Sequence[TokenFile]) -> Path:
     """One folder per content: Megatron tells cached indices apart by path alone, and files get rewritten."""
-    digest = zlib.crc32(file.lengths[:_HASHED_SEQUENCES].tobytes())
-    return Path(config.data.cache_dir) / "index" / f"{len(file.lengths)}-{file.num_tokens}-{digest:08x}"
+    hashes = [zlib.crc32(file.lengths[:_HASHED_SEQUENCES].tobytes()) for file in files]
+    counts = [(len(file.lengths), file.num_tokens) for file in files]
+    digest = hashes[0] if len(files) == 1 else zlib.crc32(repr((counts, hashes)).encode("ascii"))
+    sequences, tokens = (sum(column) for column in zip(*counts, strict=True))
+    return Path(config.data.cache_dir) / "index" / f"{sequences}-{tokens}-{digest:08x}"
 
 
-def _dataset_config(config: Train, prefix: str, cache: Path) -> GPTDatasetConfig:
+def _dataset_config(config: Train, blend: Blend, cache: Path) -> GPTDatasetConfig:
     data, vocab_size = config.data, vocabulary_size(config.data)
     eod = vocab_size - 1 if data.eod_id is None else data.eod_id
-    return GPTDatasetConfig(
+    dataset_config = GPTDatasetConfig(
         random_seed=config.run.seed,
         sequence_length=config.model.seq_length,
-        blend=([prefix], None),
+        blend=(list(blend.prefixes), None if blend.weights is None else list(blend.weights)),
         split=",".join(f"{Decimal(share):f}" for share in split_shares(data.split)),  # it reads digits and dots only
         path_to_cache=str(cache),
         tokenizer=ByteTokenizer(vocab_size, eod),
@@ -203,3 +248,6 @@ def _dataset_config(config: Train, prefix: str, cache: Path) -> GPTDatasetConfig
         eod_mask_loss=data.eod_mask_loss,
         create_attention_mask=data.reset_attention_mask,
     )
+    assert dataset_config.split_matrix is not None
+    dataset_config.split_matrix[2] = None  # nothing reads the test part: an empty one would be looked through for ever
+    return dataset_config

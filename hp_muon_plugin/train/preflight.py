@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from hp_muon_plugin.config.blend import read_blend
 from hp_muon_plugin.config.choices import DataKind
 from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.config.trainer import Train
@@ -19,9 +20,8 @@ from hp_muon_plugin.megatron.versions import CoreVersion, core_version
 from hp_muon_plugin.models.gpt_specs import gpt_specs, padded_vocab_size
 from hp_muon_plugin.muon.routing import Algorithm, route_parameters
 from hp_muon_plugin.muon.rule_file import load_table
-from hp_muon_plugin.train.index_file import check_index
 from hp_muon_plugin.train.text import build_pydoc_dataset, pydoc_tokens, unwritable_cache, vocabulary_size
-from hp_muon_plugin.train.token_checks import check_parts, check_vocabulary
+from hp_muon_plugin.train.token_checks import check_parts, open_files
 
 HOOKS_VARIABLE = "HP_MUON_HOOKS"
 
@@ -40,12 +40,10 @@ def check_plan(config: Train) -> None:
         _check_table(config.optimizer)
         _check_patterns(config, config.optimizer)
     if config.data.kind is DataKind.megatron:
-        assert config.data.path is not None
-        file = check_index(config.data.path)
-        check_vocabulary(file, vocabulary_size(config.data))
-        lengths = file.lengths
-    else:
-        lengths = np.array([len(document) for document in pydoc_tokens()])
+        blend, vocab_size = read_blend(config.data.path), vocabulary_size(config.data)
+        open_files(blend, config.data.split, seq_length=config.model.seq_length, vocab_size=vocab_size)
+        return
+    lengths = np.array([len(document) for document in pydoc_tokens()])
     check_parts(lengths, config.data.split, config.model.seq_length)
 
 

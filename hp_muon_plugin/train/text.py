@@ -5,6 +5,7 @@ import hashlib
 import math
 import pydoc_data.topics
 from collections import OrderedDict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -157,15 +158,18 @@ def pydoc_prefix(folder: str) -> str:
     return str(Path(folder) / f"pydoc-{digest}")
 
 
-def unigram_entropy(tokens: np.ndarray) -> float:
+def unigram_entropy(texts: Sequence[np.ndarray], shares: Sequence[float]) -> float:
     """Entropy of single tokens, in nats: the loss of a model that knows only how often each occurs.
 
     Args:
-        tokens: Token ids, any integer type.
+        texts: Token ids of each text, any integer type.
+        shares: How much of what is read is of each text, in any unit.
 
     Returns:
         ``-sum p log p``.
     """
-    counts = np.bincount(tokens.astype(np.int64).ravel())
-    shares = counts[counts > 0] / counts.sum()
-    return -math.fsum(float(share) * math.log(float(share)) for share in shares)
+    counts = [np.bincount(tokens.astype(np.int64).ravel()) for tokens in texts]
+    mixed = np.zeros(max(map(len, counts)))
+    for count, share in zip(counts, shares, strict=True):
+        mixed[: len(count)] += count / count.sum() * (share / sum(shares))
+    return -math.fsum(float(share) * math.log(float(share)) for share in mixed[mixed > 0])

@@ -1,18 +1,55 @@
-"""Whether a dataset has enough text for its parts, and no token id outside the vocabulary."""
+"""Whether datasets are whole, have enough text for their parts, and no token id outside the vocabulary."""
 
 import itertools
 
 import numpy as np
 
+from hp_muon_plugin.config.blend import Blend
 from hp_muon_plugin.config.data_checks import shell_split, split_shares
 from hp_muon_plugin.errors import ConfigError, DataError
-from hp_muon_plugin.train.index_file import TokenFile
+from hp_muon_plugin.train.index_file import TokenFile, check_index
 
 CHECKED_TOKENS = 4_000_000
 """How many tokens are looked at before training; the others when they are read."""
+_FEWEST = 1 << 16
 
 
-def check_parts(lengths: np.ndarray, split: str, seq_length: int) -> None:
+def open_files(blend: Blend, split: str, *, seq_length: int, vocab_size: int) -> dict[str, TokenFile]:
+    """Open and check all datasets of a run.
+
+    Args:
+        blend: What ``data.path`` names.
+        split: Three shares, as ``data.split``.
+        seq_length: Tokens per sample.
+        vocab_size: Number of token ids.
+
+    Returns:
+        The files by prefix.
+
+    Raises:
+        DataError: If one is missing or damaged.
+        ConfigError: If a part of one is too small for one sample, or the vocabulary for its tokens.
+    """
+    files = {prefix: check_index(prefix) for prefix in blend.names}
+    for prefix, file in files.items():
+        check_parts(file.lengths, split, seq_length, name=prefix if len(files) > 1 else None)
+        check_vocabulary(file, vocab_size, first=tokens_to_check(len(files)))
+    return files
+
+
+def tokens_to_check(num_files: int) -> int:
+    """How many tokens of each file are looked at before training.
+
+    Args:
+        num_files: Of the run.
+
+    Returns:
+        A share of ``CHECKED_TOKENS``, and not too few.
+    """
+    return max(_FEWEST, CHECKED_TOKENS // num_files)
+
+
+def check_parts(lengths: np.ndarray, split: str, seq_length: int, *, name: str | None = None) -> None:
     """Check that the training and the held-out part hold at least one sample each.
 
     megatron-core divides the sequences, not the tokens, and looks for samples in too small a part
@@ -22,6 +59,7 @@ def check_parts(lengths: np.ndarray, split: str, seq_length: int) -> None:
         lengths: ``(sequences,)`` tokens of each sequence.
         split: Three shares, as ``data.split``.
         seq_length: Tokens per sample.
+        name: Of the dataset, where there are several.
 
     Raises:
         ConfigError: Naming the part that is too small, with a division that works.
@@ -29,15 +67,18 @@ def check_parts(lengths: np.ndarray, split: str, seq_length: int) -> None:
     shares = split_shares(split)
     bounds = itertools.accumulate(share / sum(shares) for share in shares)
     places = [0, *(round(bound * len(lengths)) for bound in bounds)]  # as megatron-core rounds them
-    for part, name in enumerate(("training", "held-out")):
+    for part, title in enumerate(("training", "held-out")):
         tokens = int(lengths[places[part] : places[part + 1]].sum(dtype=np.int64))
         if tokens < seq_length + 1:
             raise ConfigError(
                 "data.split",
                 split,
-                f"the {name} part has {places[part + 1] - places[part]} of {len(lengths)} sequences with "
-                f"{tokens} tokens, and one sample has model.seq_length + 1 = {seq_length + 1}",
-                _division_that_works(lengths, seq_length + 1),
+                f"the {title} part{'' if name is None else f' of {name}'} has {places[part + 1] - places[part]} of "
+                f"{len(lengths)} sequences with {tokens} tokens, and one sample has model.seq_length + 1 = "
+                f"{seq_length + 1}",
+                _division_that_works(lengths, seq_length + 1)
+                if name is None
+                else f"leave {name} out of data.path, give that part a larger share, or take smaller samples",
             )
 
 

@@ -74,8 +74,15 @@ def test_the_vocabulary_is_the_texts_own() -> None:
 
 
 def test_entropy_of_known_distributions() -> None:
-    assert unigram_entropy(np.array([3, 3, 3])) == pytest.approx(0.0)
-    assert unigram_entropy(np.arange(256, dtype=np.uint16)) == pytest.approx(math.log(256))
+    assert unigram_entropy([np.array([3, 3, 3])], [9]) == pytest.approx(0.0)
+    assert unigram_entropy([np.arange(256, dtype=np.uint16)], [0.5]) == pytest.approx(math.log(256))
+
+
+def test_entropy_of_a_mixture_goes_by_shares_and_not_by_lengths() -> None:
+    texts = [np.array([0] * 10), np.array([1, 1]), np.array([0, 5])]
+    shares = [0.5, 0.25, 0.0]
+    wanted = -(2 / 3 * math.log(2 / 3) + 1 / 3 * math.log(1 / 3))
+    assert unigram_entropy(texts, shares) == pytest.approx(wanted)
 
 
 def test_no_token_is_taken_for_padding() -> None:
