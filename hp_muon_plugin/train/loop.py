@@ -107,6 +107,7 @@ class Trainer:
         run, result = self._config.run, Result()
         progress = Progress() if self._checkpoints is None else self._checkpoints.resume()
         batches = self._batches(self._data.train, first_sample=progress.consumed_samples)
+        is_done = progress.step >= run.steps
         while progress.step < run.steps:
             progress.step += 1
             self._train_step(batches, progress, result)
@@ -121,6 +122,10 @@ class Trainer:
         if not math.isfinite(result.held_out[run.steps]):
             raise DivergenceError(
                 f"the held-out loss after the last step is {result.held_out[run.steps]}\n  fix: {_FIX}"
+            )
+        if is_done:
+            self._display.line(
+                f"nothing was left to train: the checkpoint is of step {progress.step}; raise run.steps={run.steps}"
             )
         return result
 

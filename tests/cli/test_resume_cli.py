@@ -44,6 +44,11 @@ def test_a_resumed_run_sees_the_samples_and_has_the_losses_of_one_that_was_not_s
     assert len(wanted) == 3
     assert (iterations(tmp_path / "last"), read_tracker(tmp_path / "last")) == ([4], 4)  # of its last step alone
 
+    done = hp_muon("train", *common, "run.name=whole", "checkpoint.resume=auto", folder=tmp_path, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "nothing was left to train: the checkpoint is of step 4; raise run.steps=4\n" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("done")
+    assert "nothing was left" not in again.stdout
     refused = hp_muon("train", *common, "run.name=whole", folder=tmp_path)
     assert refused.returncode == 2
     assert "holds checkpoints of an earlier run (the last one of step 4)" in refused.stderr
