@@ -1,8 +1,6 @@
 """Files that a script is to read: looked at before it starts, where they could only fail when every rank has."""
 
-import contextlib
 import re
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -12,6 +10,7 @@ from hp_muon_plugin.cli.script_line import CARRIER, optimizer_of, value_of
 from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.config.script import Choice
 from hp_muon_plugin.errors import CheckpointError, ConfigError, raise_all
+from hp_muon_plugin.train.probe import probe_folder
 
 _WITHOUT_STATE = ("--no-load-optim", "--finetune")
 _MOST_BYTES = 256 * 2**20
@@ -79,21 +78,11 @@ def check_save(arguments: Sequence[str]) -> None:
     folder = value_of(arguments, "--save")
     if folder is None or "://" in folder:
         return
-    path, made = Path(folder), []
     try:
-        for place in reversed([path, *path.parents]):
-            if not place.exists():
-                place.mkdir()
-                made.append(place)
-        with tempfile.TemporaryFile(dir=path):
-            pass
+        probe_folder(Path(folder))
     except OSError as error:
         why = f"cannot be written to ({error.strerror})"
         raise ConfigError("--save", folder, why, "choose a folder that you may write to") from None
-    finally:
-        for place in reversed(made):
-            with contextlib.suppress(OSError):
-                place.rmdir()
 
 
 def _data_error(prefix: str) -> ConfigError | None:

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from hp_muon_plugin.checkpoint.folders import TRACKER
@@ -24,7 +25,7 @@ from hp_muon_plugin.train.launch import INTERRUPTED_EXIT, Interrupted, launch_ra
 from hp_muon_plugin.train.metrics import check_logger
 from hp_muon_plugin.train.preflight import check_machine, check_plan
 from hp_muon_plugin.train.progress import tidy_terminal
-from hp_muon_plugin.train.run_folder import METRICS
+from hp_muon_plugin.train.run_folder import METRICS, check_folder
 from hp_muon_plugin.train.worker import USAGE_EXIT, Failure, is_told_by_rank_0, run_foreign_rank
 
 _DRY_RUN = {"--dry-run": "run.dry=true"}
@@ -48,19 +49,33 @@ def _job(composed: DictConfig) -> int:
     world_size = _world_size(config)
     _check(config, world_size)
     raise_if_interrupted()  # a resolver may have dropped it
-    folder = Path(HydraConfig.get().runtime.output_dir)
     if config.run.dry:
         if speaks():
             print(plan_text(config, world_size))
         return 0
-    check_machine(config)
+    folder = _run_folder(config)
+    check_folder(folder)
     check_checkpoints(config, folder)
+    check_machine(config)
     if speaks():
         for text in warnings_text(config, world_size):
             say(f"warning: {text}")
     if is_rank():
         return _run_this_rank(config, folder)
     return _run_all_ranks(config, folder, world_size)
+
+
+def _run_folder(config: Train) -> Path:
+    """Hydra makes the folder that it is told of before anything is checked, so ``conf/`` tells it of one that is there.
+
+    A ``hydra.run.dir`` or ``hydra.sweep.subdir`` of the user's own counts as it stands.
+    """
+    hydra = HydraConfig.get()
+    told = Path(hydra.runtime.output_dir)
+    if told != Path.cwd():
+        return told
+    folder = Path(config.run.dir).absolute()
+    return folder / hydra.job.override_dirname if hydra.mode is RunMode.MULTIRUN else folder
 
 
 def _run_all_ranks(config: Train, folder: Path, world_size: int) -> int:

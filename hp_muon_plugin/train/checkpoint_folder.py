@@ -10,6 +10,7 @@ from hp_muon_plugin.checkpoint.folders import MANIFEST, iterations, named_checkp
 from hp_muon_plugin.config.checkpoint_checks import AUTO, is_saving
 from hp_muon_plugin.config.trainer import Model, Train
 from hp_muon_plugin.errors import CheckpointError, ConfigError, raise_all
+from hp_muon_plugin.train.probe import probe_folder
 
 _DEFAULT = "checkpoints"
 _OWN = "vocab_multiple"  # an option that only we have
@@ -48,7 +49,7 @@ def save_folder(config: Train, folder: Path) -> Path:
 
 
 def check_checkpoints(config: Train, folder: Path) -> None:
-    """Check the folders that options of checkpoints name.
+    """Check the folders that options of checkpoints name, and leave nothing there.
 
     Args:
         config: Options.
@@ -72,10 +73,13 @@ def check_checkpoints(config: Train, folder: Path) -> None:
         refuse_earlier(save)
     if options.save is not None:
         try:
-            save.mkdir(parents=True, exist_ok=True)
+            probe_folder(save)
         except OSError as error:
             raise ConfigError(
-                "checkpoint.save", save, f"cannot be made ({error.strerror})", "choose a folder that you may write to"
+                "checkpoint.save",
+                save,
+                f"cannot be written to ({error.strerror})",
+                "choose a folder that you may write to",
             ) from None
 
 

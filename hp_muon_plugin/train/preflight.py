@@ -20,6 +20,7 @@ from hp_muon_plugin.megatron.versions import CoreVersion, core_version
 from hp_muon_plugin.models.gpt_specs import gpt_specs, padded_vocab_size
 from hp_muon_plugin.muon.routing import Algorithm, route_parameters
 from hp_muon_plugin.muon.rule_file import load_table
+from hp_muon_plugin.train.probe import probe_folder
 from hp_muon_plugin.train.text import build_pydoc_dataset, pydoc_tokens, unwritable_cache, vocabulary_size
 from hp_muon_plugin.train.token_checks import check_parts, open_files
 
@@ -127,10 +128,7 @@ def _check_patterns(config: Train, options: HpMuon) -> None:
 
 def _check_writable(folder: str) -> None:
     """Megatron keeps shuffled indices there, and rank 0 alone would find out that it cannot."""
-    probe = Path(folder) / f".probe{os.getpid()}"
     try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink()
+        probe_folder(Path(folder))
     except OSError as error:
         raise unwritable_cache(folder, error) from None

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TextIO
 
 from hp_muon_plugin.errors import ConfigError
+from hp_muon_plugin.train.probe import probe_folder
 
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
@@ -21,6 +22,21 @@ _LOCK = ".lock"
 _WRITTEN = (CONFIG, METRICS, TENSORBOARD, "rank*.log", "rank*.error.json")
 _EARLIER = "earlier"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # a network file system without locks: go on without
+
+
+def check_folder(folder: Path) -> None:
+    """Check that a run's folder can be written to, and leave nothing there.
+
+    Args:
+        folder: The run's folder.
+
+    Raises:
+        ConfigError: If it cannot.
+    """
+    try:
+        probe_folder(folder)
+    except OSError as error:
+        raise unwritable_folder(folder, error) from None
 
 
 @contextlib.contextmanager

@@ -58,6 +58,39 @@ def test_a_mistake_is_one_message_and_exit_code_2(arguments: list[str], message:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["topology.ranks=0"],
+        ["--dry-run"],
+        ["data=megatron", "data.path=gone", "data.vocab_size=9"],
+        ["checkpoint.resume=nowhere", "checkpoint.save=saved"],
+        ["checkpoint.every=2", "run.dir=/proc/nope"],
+        ["checkpoint.save=/proc/nope", "model.num_layers=1"],
+        ["optimizer.muon_params=[decoder.x]", "run.name=a/b"],
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("is_there", [False, True])
+def test_what_starts_no_run_leaves_nothing(arguments: list[str], is_there: bool, tmp_path: Path) -> None:
+    """Hydra made the run's folder before anything was checked."""
+    kept = ["outputs", "outputs/train"] if is_there else []
+    for name in kept:
+        (tmp_path / name).mkdir()
+    done = hp_muon("train", "model=tiny_dense", *arguments, folder=tmp_path)
+    assert done.returncode == (0 if "--dry-run" in arguments else 2), done.stderr
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == kept
+
+
+def test_jobs_of_a_refused_sweep_leave_no_folders(tmp_path: Path) -> None:
+    done = hp_muon("train", "-m", "run.name=a,b", "topology.ranks=0", folder=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.count("topology.ranks=0") == 2
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()] == [
+        "outputs/train/multirun.yaml"  # Hydra's own
+    ]
+
+
 @pytest.mark.skipif(metadata.version("omegaconf") >= "2.4", reason="this OmegaConf fills a part that is null")
 def test_a_part_cannot_be_written_into_a_model_without_it(tmp_path: Path) -> None:
     done = hp_muon("train", "model.mla={q_lora_rank:16}", folder=tmp_path)
@@ -169,12 +202,6 @@ def test_hydras_flags_stand_anywhere(tmp_path: Path) -> None:
     assert done.stdout.count("steps      50") == 2
     shown = hp_muon("train", "run.steps=50", "--cfg", "job", "run.seed=7", folder=tmp_path)
     assert "seed: 7" in shown.stdout
-
-
-def test_a_run_leaves_no_files_of_hydras_own(tmp_path: Path) -> None:
-    """An empty hydra_app.log, and .hydra of a run that was refused because another one held the folder."""
-    assert hp_muon("train", "--dry-run", folder=tmp_path).returncode == 0
-    assert [path.name for path in tmp_path.rglob("*")] == ["outputs", "train"]
 
 
 def test_dry_run_prints_the_plan_and_imports_no_torch(tmp_path: Path) -> None:
