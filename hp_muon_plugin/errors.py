@@ -77,6 +77,10 @@ class CheckpointError(RunError):
     """A checkpoint is damaged, incomplete, of an unknown format, or would be written where it must not be."""
 
 
+class DamageError(CheckpointError):
+    """What a checkpoint holds is not what was written: exit code 3 of ``hp-muon ckpt``."""
+
+
 class VerifyError(CheckpointError):
     """What was written, read again, is not what it was made from: exit code 3."""
 

@@ -7,7 +7,7 @@ and name none of them. The place of every parameter is proved by its content: th
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hp_muon_plugin.errors import CheckpointError
+from hp_muon_plugin.errors import DamageError
 
 ALIGNMENT = 64
 
@@ -78,7 +78,7 @@ def _next(
     if len(found) == 1:
         return found[0]
     what = "is none of its parameters" if not found else f"may be any of {', '.join(found[:3])}"
-    raise CheckpointError(
+    raise DamageError(
         f"{where}: what lies at element {slot.start} of bucket {slot.bucket} {what}: its rounded master is not the "
         "stored weight\n  fix: the optimizer state is damaged or of another model; save again as fully_reshardable"
     )

@@ -10,7 +10,7 @@ from hp_muon_plugin.checkpoint.convert import REPORT
 from hp_muon_plugin.checkpoint.hashing import HashingSource, compare_rest
 from hp_muon_plugin.checkpoint.progress import Progress
 from hp_muon_plugin.checkpoint.verify import masters
-from hp_muon_plugin.errors import CheckpointError
+from hp_muon_plugin.errors import CheckpointError, DamageError
 
 _BUDGET = 2**30
 
@@ -71,5 +71,5 @@ def _written(source: Source) -> dict[str, str]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{source.path / REPORT} is damaged: {error}") from error
+        raise DamageError(f"{source.path / REPORT} is damaged: {error}") from error
     return {name: digest for name, digest in hashes.items() if name not in changed}

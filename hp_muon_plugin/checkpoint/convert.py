@@ -18,7 +18,7 @@ from hp_muon_plugin.checkpoint.hashing import HashingSource, compare_rest, piece
 from hp_muon_plugin.checkpoint.progress import Progress
 from hp_muon_plugin.checkpoint.syncing import Syncing
 from hp_muon_plugin.checkpoint.verify import Difference, first_difference, masters, read_again, sampled_masters
-from hp_muon_plugin.errors import CheckpointError, ConfigError, VerifyError
+from hp_muon_plugin.errors import CheckpointError, ConfigError, DamageError, VerifyError
 
 REPORT = "conversion.json"
 BUDGET = 2 * 2**30
@@ -107,7 +107,7 @@ def refuse(source: Source, found: list[Difference]) -> None:
     if found:
         more = f"\n  and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
         shown = "".join(f"\n  {item}" for item in found[:_SHOWN])
-        raise CheckpointError(
+        raise DamageError(
             f"{source.path} is corrupt: {len(found)} float32 masters do not belong to their weights{shown}{more}\n"
             "  megatron-core 0.15 to 0.19 writes such files as fully_reshardable with several buckets\n"
             "  fix: take another checkpoint of the run; or convert its weights alone with --weights-only"

@@ -17,7 +17,7 @@ from hp_muon_plugin.checkpoint.boxes import Box, BoxIndex, overlapping
 from hp_muon_plugin.checkpoint.files import Files, safe_join
 from hp_muon_plugin.checkpoint.safe_pickle import StandIn, Stored, load_metadata
 from hp_muon_plugin.checkpoint.zip_directory import MAGIC
-from hp_muon_plugin.errors import CheckpointError
+from hp_muon_plugin.errors import CheckpointError, DamageError
 
 METADATA = ".metadata"
 _WASTE = 2**16  # bytes that may be read beyond what is wanted rather than seek
@@ -77,7 +77,7 @@ class DcpFolder:
         try:
             self._read_metadata()
         except (AttributeError, TypeError, ValueError, KeyError, IndexError) as error:
-            raise CheckpointError(f"{path / METADATA} is damaged: {error}") from error
+            raise DamageError(f"{path / METADATA} is damaged: {error}") from error
 
     def _read_metadata(self) -> None:
         places: dict[tuple[str, tuple[int, ...] | None], Piece] = {}
@@ -133,7 +133,7 @@ class DcpFolder:
             more = len(problems) - _NAMED
             rest = [f"and {more} more of this kind"] if more > 0 else []
             fix = "  fix: copy the checkpoint again from where it was saved"
-            raise CheckpointError("\n".join([*problems[:_NAMED], *rest, fix]))
+            raise DamageError("\n".join([*problems[:_NAMED], *rest, fix]))
 
     def _tensor_problems(self, name: str, tensor: DcpTensor) -> list[str]:
         for box in tensor.boxes:
@@ -174,7 +174,7 @@ class DcpFolder:
         """
         piece = self.objects.get(name)
         if piece is None:
-            raise CheckpointError(f"{self.path} has no object {name}")
+            raise DamageError(f"{self.path} has no object {name}")
         if self.files.read(piece.file, piece.start, min(4, piece.length), name) != MAGIC:
             return self.files.read(piece.file, piece.start, piece.length, name)
         return torch_archive.load(self.files, piece.file, piece.start, piece.length, name)
@@ -205,10 +205,10 @@ class DcpFolder:
         meeting = tensor.index.meeting(box)
         common = [part for index in meeting if (part := tensor.boxes[index].meets(box))]
         if len(common) > 1 and overlapping(common):
-            raise CheckpointError(f"{self.path}: chunks of {name} overlap")
+            raise DamageError(f"{self.path}: chunks of {name} overlap")
         missing = box.numel - sum(part.numel for part in common)
         if missing:
-            raise CheckpointError(f"{self.path}: {missing} elements of {name} are in no file")
+            raise DamageError(f"{self.path}: {missing} elements of {name} are in no file")
         for index, part in zip(meeting, common, strict=True):
             target = part.within(box.offsets)
             view = out[tuple(slice(a, a + n) for a, n in zip(target.offsets, target.sizes, strict=True))]
@@ -229,11 +229,11 @@ class DcpFolder:
             return located
         piece = tensor.pieces[index]
         if piece is None:
-            raise CheckpointError(f"{self.path}: the metadata names no file for a part of {name}")
+            raise DamageError(f"{self.path}: the metadata names no file for a part of {name}")
         archive = torch_archive.Archive(self.files, piece.file, piece.start, piece.length, name)
         stored, box = archive.value, tensor.boxes[index]
         if not isinstance(stored, Stored) or stored.shape != box.sizes or stored.dtype != tensor.dtype:
-            raise CheckpointError(
+            raise DamageError(
                 f"{self.path / piece.file} holds something else for {name} at {box.offsets} than a {tensor.dtype} of "
                 f"shape {box.sizes}"
             )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hp_muon_plugin.checkpoint.files import Files
 from hp_muon_plugin.checkpoint.safe_pickle import load_metadata
-from hp_muon_plugin.errors import CheckpointError
+from hp_muon_plugin.errors import CheckpointError, DamageError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _SHOWN = 5
@@ -93,9 +93,7 @@ def _format(folder: Path) -> str:
     if hints:
         raise CheckpointError(f"{folder} has no {TRACKER}\n  fix: name one of its folders: {', '.join(hints)}")
     if any(name.endswith(".distcp") for name in names):
-        raise CheckpointError(
-            f"{folder} has .distcp files but no .metadata: it was never finished, or not copied whole"
-        )
+        raise DamageError(f"{folder} has .distcp files but no .metadata: it was never finished, or not copied whole")
     raise CheckpointError(
         f"{folder} is no checkpoint of a known format: it holds {', '.join(sorted(names)[:_SHOWN]) or 'nothing'}\n"
         "  fix: name the folder with the checkpoint's own files, such as iter_0000100"

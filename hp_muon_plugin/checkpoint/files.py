@@ -1,14 +1,16 @@
 """Files of a checkpoint folder, read by position: no memory maps, which would count as memory under a limit."""
 
+import errno
 import os
 import threading
 from collections import OrderedDict
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Protocol
 
-from hp_muon_plugin.errors import CheckpointError
+from hp_muon_plugin.errors import CheckpointError, DamageError
 
 _MAX_OPEN = 64
+_FORBIDDEN = (errno.EACCES, errno.EPERM)  # says nothing about the checkpoint
 
 
 def safe_join(folder: Path, relative: str) -> Path:
@@ -106,7 +108,7 @@ class Files:
                     raise self._unreadable(relative, what, error) from error
                 if count == 0:
                     size = os.fstat(descriptor).st_size
-                    raise CheckpointError(
+                    raise DamageError(
                         f"{self.folder / relative} ends at byte {size}, but {what or 'its content'} "
                         f"needs bytes {offset} to {offset + len(buffer)}: the file is cut off\n"
                         "  fix: copy the file again from where it was saved"
@@ -171,4 +173,5 @@ class Files:
 
     def _unreadable(self, relative: str, what: str, error: OSError) -> CheckpointError:
         needed = f", which holds {what}" if what else ""
-        return CheckpointError(f"cannot read {self.folder / relative}{needed}: {error.strerror}")
+        kind = CheckpointError if error.errno in _FORBIDDEN else DamageError
+        return kind(f"cannot read {self.folder / relative}{needed}: {error.strerror}")

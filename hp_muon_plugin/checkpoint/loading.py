@@ -20,7 +20,7 @@ from hp_muon_plugin.checkpoint.manifest import (
 )
 from hp_muon_plugin.checkpoint.parts import Part
 from hp_muon_plugin.checkpoint.torch_files import Reader, ReadPlanner
-from hp_muon_plugin.errors import CheckpointError
+from hp_muon_plugin.errors import CheckpointError, DamageError
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ def read_state(found: Found, wanted: Callable[[str], bool]) -> RunState:
     def target(name: str) -> torch.Tensor:
         info = found.manifest.tensors.get(name)
         if info is None:
-            raise CheckpointError(f"{found.folder / MANIFEST}: refers to {name}, which is not stored")
+            raise DamageError(f"{found.folder / MANIFEST}: refers to {name}, which is not stored")
         held[name] = torch.empty(info.shape, dtype=info.dtype)
         return held[name]
 
@@ -174,4 +174,4 @@ def _opened(folder: Path, team: Team, *, verify: bool) -> Found:
 def _verify(folder: Path, manifest: Manifest, team: Team) -> None:
     for number, (name, info) in enumerate(manifest.files.items()):
         if number % team.size == team.rank and hashed(folder / name, info.algorithm) != info:
-            raise CheckpointError(f"{folder / name}: is damaged, its bytes are not those that were written")
+            raise DamageError(f"{folder / name}: is damaged, its bytes are not those that were written")

@@ -21,7 +21,7 @@ from hp_muon_plugin.checkpoint.canonical import Info, Key, Momentum, RunState
 from hp_muon_plugin.checkpoint.folders import MANIFEST
 from hp_muon_plugin.checkpoint.hashing import HASH
 from hp_muon_plugin.checkpoint.plain import decode, encode, put_tensors, take_tensors
-from hp_muon_plugin.errors import CheckpointError
+from hp_muon_plugin.errors import CheckpointError, DamageError
 
 FORMAT = "hp_muon_plugin"
 VERSION = 2
@@ -155,7 +155,9 @@ def read_manifest(folder: Path) -> Manifest:
             f"{folder}: has no {MANIFEST}, so it is no checkpoint of hp_muon_plugin or was never finished\n"
             "  fix: give another folder, or convert it with hp-muon ckpt convert"
         ) from None
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise DamageError(f"{path}: is damaged ({error})") from error
+    except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error})") from error
     return parse_manifest(text, path)
 
@@ -183,10 +185,10 @@ def parse_manifest(text: str, path: Path) -> Manifest:
                 f"{path}: has version {version!r:.20}, this program knows up to {VERSION}\n  fix: update hp_muon_plugin"
             )
         if digest != _digest(body):
-            raise CheckpointError(f"{path}: is damaged: its content does not have the digest that it names")
+            raise DamageError(f"{path}: is damaged: its content does not have the digest that it names")
         return _manifest(body, path)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path}: is damaged ({type(error).__name__}: {error})") from error
+        raise DamageError(f"{path}: is damaged ({type(error).__name__}: {error})") from error
 
 
 def check_files(folder: Path, manifest: Manifest) -> None:
@@ -204,9 +206,9 @@ def check_files(folder: Path, manifest: Manifest) -> None:
         try:
             size = path.stat().st_size
         except OSError as error:
-            raise CheckpointError(f"{path}: is missing, and the checkpoint needs it ({error.strerror})") from error
+            raise DamageError(f"{path}: is missing, and the checkpoint needs it ({error.strerror})") from error
         if size != info.nbytes:
-            raise CheckpointError(f"{path}: has {size} bytes, {info.nbytes} were written; the checkpoint is damaged")
+            raise DamageError(f"{path}: has {size} bytes, {info.nbytes} were written; the checkpoint is damaged")
 
 
 def hashed(path: Path, algorithm: str = "xxh3_128") -> FileInfo:

@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 import numpy as np
 import torch
 
-from hp_muon_plugin.errors import CheckpointError
+from hp_muon_plugin.errors import DamageError
 
 
 class StandIn:
@@ -41,7 +41,7 @@ class StandIn:
             self.state = state
 
     def __getattr__(self, name: str) -> Any:
-        raise CheckpointError(f"a {self.class_name} of the checkpoint has no {name!r}")
+        raise DamageError(f"a {self.class_name} of the checkpoint has no {name!r}")
 
     def __repr__(self) -> str:
         return f"{self.class_name}{self.given!r}"

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hp_muon_plugin.errors import CheckpointError
+from hp_muon_plugin.errors import CheckpointError, DamageError
 
 _TAG = "$"
 _TUPLE, _ITEMS, _FLOAT, _BYTES, _TENSOR = "$tuple", "$items", "$float", "$bytes", "$tensor"
@@ -126,7 +126,7 @@ def decode(value: Any, where: str) -> Any:
         ((tag, held),) = value.items()
         return _DECODERS[tag](held, where)
     except (KeyError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{where} is damaged: {value!r:.200} is no value ({error})") from error
+        raise DamageError(f"{where} is damaged: {value!r:.200} is no value ({error})") from error
 
 
 def _items(held: Any, where: str) -> dict[Any, Any]:

@@ -32,7 +32,7 @@ from hp_muon_plugin.checkpoint.pickle_values import (
     tensor,
     typed_tensor,
 )
-from hp_muon_plugin.errors import CheckpointError
+from hp_muon_plugin.errors import CheckpointError, DamageError
 
 __all__ = ["StandIn", "Stored", "load_metadata", "load_values"]
 
@@ -155,7 +155,7 @@ def _load(raw: bytes, known: dict[tuple[str, str], Any], file: str) -> Any:
     except CheckpointError:
         raise
     except Exception as error:  # whatever a damaged pickle makes the unpickler do
-        raise CheckpointError(f"{file} is damaged: its pickle cannot be read ({error})") from error
+        raise DamageError(f"{file} is damaged: its pickle cannot be read ({error})") from error
 
 
 def _settled(value: Any, seen: dict[int, Any]) -> Any:

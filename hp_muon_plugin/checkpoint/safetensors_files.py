@@ -14,7 +14,7 @@ from hp_muon_plugin.checkpoint.files import Files
 from hp_muon_plugin.checkpoint.lazy import Lazy
 from hp_muon_plugin.checkpoint.torch_archive import raw_bytes
 from hp_muon_plugin.checkpoint.writes import Writes, write_at
-from hp_muon_plugin.errors import CheckpointError
+from hp_muon_plugin.errors import CheckpointError, DamageError
 
 _DTYPES = {
     "F64": torch.float64,
@@ -56,7 +56,7 @@ def read_header(files: Files, file: str) -> dict[str, Lazy]:
             if name != "__metadata__"
         }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
+        raise DamageError(
             f"{where} is damaged or no safetensors file: {error}\n  fix: copy or download the file again"
         ) from error
 

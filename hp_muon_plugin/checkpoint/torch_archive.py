@@ -19,7 +19,7 @@ from isal.isal_zlib import crc32
 from hp_muon_plugin.checkpoint.files import Files
 from hp_muon_plugin.checkpoint.safe_pickle import Stored, load_values
 from hp_muon_plugin.checkpoint.zip_directory import MAX_BYTES, Entry, content, content_start, entries
-from hp_muon_plugin.errors import CheckpointError
+from hp_muon_plugin.errors import DamageError
 
 _GAP_BYTES = 2**16  # between two tensors of a buffer, and behind the last
 _BLOCK_BYTES = 2**20
@@ -96,7 +96,7 @@ class Checksum:
         self._read_to(self._nbytes)
         self.is_compared = True
         if self._crc != self._wanted:
-            raise CheckpointError(
+            raise DamageError(
                 f"{self._what} is damaged: its bytes do not have the checksum that they were written with\n"
                 "  fix: copy the file again from where it was saved"
             )
@@ -175,7 +175,7 @@ class Archive:
         try:
             raw = self._opened(length)
         except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError, EOFError) as error:
-            raise CheckpointError(
+            raise DamageError(
                 f"{self._where} is damaged or no torch.save archive: {error}\n"
                 "  fix: copy the file again from where it was saved"
             ) from error
@@ -230,10 +230,10 @@ class Archive:
         entry = self._entries.get(f"{self._prefix}data/{stored.key}")
         needed = stored.numel * stored.dtype.itemsize
         if entry is None or entry.compress_type != zipfile.ZIP_STORED or entry.file_size < needed:
-            raise CheckpointError(f"{self._where} is damaged: storage {stored.key} is missing, short or compressed")
+            raise DamageError(f"{self._where} is damaged: storage {stored.key} is missing, short or compressed")
         first = content_start(self._window.bytes_at, entry)
         if first is None:
-            raise CheckpointError(f"{self._where} is damaged: no header where storage {stored.key} begins")
+            raise DamageError(f"{self._where} is damaged: no header where storage {stored.key} begins")
         check = self._checks.get(stored.key)
         if check is None:
             begin = self._start + first

@@ -16,7 +16,7 @@ from torch.futures import Future
 
 from hp_muon_plugin.checkpoint.manifest import Manifest
 from hp_muon_plugin.checkpoint.parts import Part
-from hp_muon_plugin.errors import CheckpointError
+from hp_muon_plugin.errors import CheckpointError, DamageError
 
 METADATA = ".metadata"
 _DCP = "torch.distributed.checkpoint"
@@ -67,7 +67,7 @@ class ReadPlanner(DefaultLoadPlanner):
             read[item.dest_index.fqn] += math.prod(item.lengths)
         for name, count in read.items():
             if count != self.state_dict[name].numel:
-                raise CheckpointError(
+                raise DamageError(
                     f"{name}: {count} of {self.state_dict[name].numel} elements that this rank needs are stored\n"
                     "  fix: the checkpoint is damaged; take another one"
                 )
@@ -111,9 +111,9 @@ class Reader(FileSystemReader):
                 metadata = _MetadataUnpickler(file).load()
             self._check(metadata)
         except CheckpointError as error:
-            raise CheckpointError(f"{path}: {error}") from error
+            raise type(error)(f"{path}: {error}") from error
         except Exception as error:  # whatever a damaged pickle makes the unpickler do
-            raise CheckpointError(f"{path}: is damaged ({type(error).__name__}: {error})") from error
+            raise DamageError(f"{path}: is damaged ({type(error).__name__}: {error})") from error
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         assert isinstance(metadata, Metadata)
@@ -123,11 +123,11 @@ class Reader(FileSystemReader):
         named: Mapping[str, Any] = metadata.state_dict_metadata
         for name, info in self._manifest.tensors.items():
             if name not in named or tuple(named[name].size) != info.shape:
-                raise CheckpointError(f"does not describe {name} of the manifest")
+                raise DamageError(f"does not describe {name} of the manifest")
         for index, stored in metadata.storage_data.items():
             file = self._manifest.files.get(str(stored.relative_path))
             if file is None or not 0 <= stored.offset <= stored.offset + stored.length <= file.nbytes:
-                raise CheckpointError(f"places {index.fqn} outside of the files of the manifest")
+                raise DamageError(f"places {index.fqn} outside of the files of the manifest")
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read planned items.
@@ -153,7 +153,7 @@ class Reader(FileSystemReader):
             with path.open("rb") as file:
                 chunk = torch.load(self._slice_file(file, stored), map_location="cpu", weights_only=True)
         except Exception as error:  # torch raises RuntimeError, UnpicklingError and others
-            raise CheckpointError(
+            raise DamageError(
                 f"{path}: {item.storage_index.fqn} at byte {stored.offset} cannot be read "
                 f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
             ) from error

@@ -5,11 +5,12 @@ import json
 import math
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hp_muon_plugin.cli.parsers import WHOLE_FLAGS
-from hp_muon_plugin.errors import ConfigError, HpMuonError, RunError, VerifyError
+from hp_muon_plugin.errors import ConfigError, DamageError, HpMuonError, VerifyError
 
 if TYPE_CHECKING:
     import torch
@@ -23,11 +24,12 @@ _VOCABULARY = ("embedding.word_embeddings.", "output_layer.")
 _REFUSED, _DIFFERENT, _NOT_VERIFIED = 2, 1, 3
 
 
-def run(arguments: list[str]) -> int:
+def run(arguments: list[str], respelt: Callable[[str], str] = str) -> int:
     """Run a command.
 
     Args:
         arguments: Of ``hp-muon ckpt``.
+        respelt: Makes of a message one for users of other flags.
 
     Returns:
         0 if all is well, 1 if ``diff`` found a difference, 2 for a refused input or option, 3 if the output or the
@@ -36,12 +38,9 @@ def run(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
     try:
         return int(options.run(options))
-    except VerifyError as error:
-        print(f"hp-muon: {error}", file=sys.stderr)
-        return _NOT_VERIFIED
-    except (HpMuonError, RunError) as error:
-        print(f"hp-muon: {error}", file=sys.stderr)
-        return _REFUSED
+    except HpMuonError as error:
+        print(f"hp-muon: {respelt(str(error))}", file=sys.stderr)
+        return _NOT_VERIFIED if isinstance(error, DamageError | VerifyError) else _REFUSED
     except BrokenPipeError:
         raise  # as after `| head`, which main() knows
     except OSError as error:  # a file that cannot be read, a folder that cannot be written: the system says which

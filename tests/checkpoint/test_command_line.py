@@ -41,7 +41,7 @@ def test_a_file_that_is_cut_off_is_a_short_message(tmp_path: Path, capsys: pytes
     folder = unpacked("mcore016_moe_ep2_dp2_dpr", tmp_path) / "ckpt"
     for file in folder.rglob("*.distcp"):
         os.truncate(file, 1000)
-    assert ckpt.run(["inspect", str(folder)]) == 2
+    assert ckpt.run(["inspect", str(folder)]) == 3
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 10
     assert "ends at byte 1000, but" in lines[0]
@@ -53,7 +53,7 @@ def test_a_message_about_a_cut_file_tells_its_true_size(tmp_path: Path, capsys: 
     folder = fixture("megatron_fsdp019/moehet_ep2_dp2", tmp_path) / "ckpt"
     for file in folder.rglob("*.distcp"):
         os.truncate(file, 1000)
-    assert ckpt.run(["inspect", str(folder)]) == 2
+    assert ckpt.run(["inspect", str(folder)]) == 3
     assert "ends at byte 1000, but" in capsys.readouterr().err
 
 

@@ -14,7 +14,7 @@ from hp_muon_plugin.checkpoint.formats import names
 from hp_muon_plugin.checkpoint.lazy import Lazy
 from hp_muon_plugin.checkpoint.run_values import plain
 from hp_muon_plugin.checkpoint.step_counts import FACT
-from hp_muon_plugin.errors import CheckpointError, ConfigError
+from hp_muon_plugin.errors import CheckpointError, ConfigError, DamageError
 
 RECORD = "hp_muon"
 """Key under which writers keep what a format has no place for. Loaders do not ask for it."""
@@ -152,7 +152,7 @@ def agreeing(main: Lazy, weight: Lazy, where: str) -> Lazy:
         same = (rounded == stored) | (rounded.isnan() & stored.isnan())
         if not bool(same.all()):
             wrong = int((~same).sum())
-            raise CheckpointError(
+            raise DamageError(
                 f"{where}: {wrong} of {same.numel()} elements of the float32 master do not round to the stored weight; "
                 "the checkpoint was written wrongly, or is damaged\n  fix: use another checkpoint of the run"
             )
@@ -181,10 +181,10 @@ def momentum_factor(source: Source, target: Target, wanted: Momentum | None, nam
     decay = state.hyper.get(name, {}).get("momentum")
     if not isinstance(decay, int | float) or not 0 <= decay < 1:
         raise ConfigError(
-            "momentum",
+            "--option momentum",
             want,
             f"the momentum of {name} is kept as {has}, and its decay is not in the checkpoint",
-            "give momentum_is the convention that you want, and scale by hand",
+            f"--option momentum_is={want}, and scale by hand",
         )
     return 1 - float(decay) if want is Momentum.average else 1 / (1 - float(decay))
 

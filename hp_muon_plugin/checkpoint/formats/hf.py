@@ -13,7 +13,7 @@ from hp_muon_plugin.checkpoint.formats.hf_heads import Heads, join
 from hp_muon_plugin.checkpoint.formats.hf_names import FAMILIES, Family, canonical_of, fused
 from hp_muon_plugin.checkpoint.lazy import Lazy
 from hp_muon_plugin.checkpoint.safetensors_files import read_header
-from hp_muon_plugin.errors import CheckpointError
+from hp_muon_plugin.errors import CheckpointError, DamageError
 
 NAME = "hf"
 INDEX = "model.safetensors.index.json"
@@ -69,9 +69,9 @@ def _json(files: Files, name: str) -> dict[str, Any]:
     try:
         found = json.loads(files.read(name, 0, files.size(name)))
     except ValueError as error:
-        raise CheckpointError(f"{files.folder / name} is damaged: {error}") from error
+        raise DamageError(f"{files.folder / name} is damaged: {error}") from error
     if not isinstance(found, dict):
-        raise CheckpointError(f"{files.folder / name} holds no object")
+        raise DamageError(f"{files.folder / name} holds no object")
     return found
 
 
@@ -83,14 +83,14 @@ def _stored(files: Files, path: Path) -> dict[str, Lazy]:
         return found
     place = _json(files, INDEX).get("weight_map")
     if not isinstance(place, dict):
-        raise CheckpointError(f"{path / INDEX} has no weight_map")
+        raise DamageError(f"{path / INDEX} has no weight_map")
     headers: dict[str, dict[str, Lazy]] = {}
     for file in sorted(set(place.values())):
         safe_join(path, file)
         headers[file] = read_header(files, file)
     for name, file in place.items():
         if name not in headers[file]:
-            raise CheckpointError(f"{path / file} should hold {name}, as {INDEX} says, but does not")
+            raise DamageError(f"{path / file} should hold {name}, as {INDEX} says, but does not")
     return {name: headers[file][name] for name, file in place.items()}
 
 
@@ -116,7 +116,7 @@ def _canonical(path: Path, stored: dict[str, Lazy], family: Family, config: dict
         assert parts_of is not None
         missing = [part for part in parts_of.names if part not in stored]
         if missing:
-            raise CheckpointError(f"{path}: {missing[0]} is in no file, but {parts_of.names[0]} may be")
+            raise DamageError(f"{path}: {missing[0]} is in no file, but {parts_of.names[0]} may be")
         parts = [stored[part] for part in parts_of.names]
         value = join(parts, heads_of(config), name) if parts_of.how == "qkv" else lazy.rows_of(parts)
         found[Key(name, Kind.buffer if names.is_buffer(name) else Kind.weight)] = value

@@ -15,7 +15,7 @@ from hp_muon_plugin.checkpoint.lazy import Lazy
 from hp_muon_plugin.checkpoint.safe_pickle import Stored, load_metadata, load_values
 from hp_muon_plugin.checkpoint.safetensors_files import read_header
 from hp_muon_plugin.checkpoint.zip_directory import MAGIC
-from hp_muon_plugin.errors import CheckpointError
+from hp_muon_plugin.errors import CheckpointError, DamageError
 
 NAME = "hyper_parallel"
 METADATA = ".metadata"
@@ -39,7 +39,7 @@ def open_hyper_parallel(path: Path) -> LazySource:
         try:
             _take(files, metadata, tensors, shapes, objects, opened)
         except (AttributeError, TypeError, ValueError, IndexError) as error:
-            raise CheckpointError(f"{path}: its metadata is damaged: {error}") from error
+            raise DamageError(f"{path}: its metadata is damaged: {error}") from error
     whole = {key: _whole(path, key, parts, shapes[key]) for key, parts in tensors.items()}
     flat: dict[str, Any] = {}
     for key, value in objects.items():
@@ -51,7 +51,7 @@ def _metadata(files: Files, path: Path) -> list[Any]:
     """One description of all ranks, or one of each if they were written without collectives."""
     found = [METADATA] if (path / METADATA).is_file() else sorted(item.name for item in path.glob(".rank*_metadata"))
     if not found:
-        raise CheckpointError(f"{path} has no {METADATA}: the checkpoint was never finished, or not copied whole")
+        raise DamageError(f"{path} has no {METADATA}: the checkpoint was never finished, or not copied whole")
     return [load_metadata(files.read(name, 0, files.size(name)), str(path / name)) for name in found]
 
 
@@ -77,7 +77,7 @@ def _take(
         if file not in opened:
             opened[file] = _rank_file(files, file)
         if key not in opened[file]:
-            raise CheckpointError(f"{files.folder / file} should hold {key}, but does not")
+            raise DamageError(f"{files.folder / file} should hold {key}, but does not")
         tensors.setdefault(key, {})[offset[0] if offset else 0] = opened[file][key]
 
 
@@ -87,7 +87,7 @@ def _rank_file(files: Files, file: str) -> dict[str, Lazy]:
         return read_header(files, file)
     archive = torch_archive.Archive(files, file)
     if not isinstance(archive.value, dict):
-        raise CheckpointError(f"{files.folder / file} holds no dict of tensors")
+        raise DamageError(f"{files.folder / file} holds no dict of tensors")
     return {
         key: lazy.in_archive(files, archive.located(value), key)
         for key, value in archive.value.items()
@@ -108,14 +108,14 @@ def _whole(path: Path, key: str, parts: dict[int, Lazy], shape: tuple[int, ...])
     at = 0
     for first in sorted(parts):
         if first != at or parts[first].shape[1:] != shape[1:]:
-            raise CheckpointError(
+            raise DamageError(
                 f"{path}: rows {at} to {first} of {key} are in no file, or in two"
                 if first != at
                 else f"{path}: a part of {key} has shape {parts[first].shape}, the whole {shape}"
             )
         at += parts[first].shape[0]
     if at != shape[0]:
-        raise CheckpointError(f"{path}: rows {at} to {shape[0]} of {key} are in no file")
+        raise DamageError(f"{path}: rows {at} to {shape[0]} of {key} are in no file")
     return lazy.rows_of(ordered)
 
 

@@ -15,7 +15,7 @@ from hp_muon_plugin.checkpoint.formats.base import groups_of
 from hp_muon_plugin.checkpoint.formats.group_members import Param, is_muon, members
 from hp_muon_plugin.checkpoint.lazy import Lazy
 from hp_muon_plugin.checkpoint.step_counts import StepPlace, live_step, place_in
-from hp_muon_plugin.errors import CheckpointError
+from hp_muon_plugin.errors import CheckpointError, DamageError
 
 
 @dataclass(slots=True)
@@ -87,7 +87,7 @@ def named(
     shapes = {param.name: param.shape for param in params}
     for (name, kind), tensor in result.tensors.items():
         if tensor.shape != shapes[name]:
-            raise CheckpointError(f"{where}: {kind} of {name} has shape {tensor.shape}, the weight {shapes[name]}")
+            raise DamageError(f"{where}: {kind} of {name} has shape {tensor.shape}, the weight {shapes[name]}")
     return result
 
 

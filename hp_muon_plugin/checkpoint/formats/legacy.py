@@ -26,7 +26,7 @@ from hp_muon_plugin.checkpoint.formats.spelling import facts_of
 from hp_muon_plugin.checkpoint.lazy import Lazy
 from hp_muon_plugin.checkpoint.run_values import plain
 from hp_muon_plugin.checkpoint.step_counts import StepPlace, note_place
-from hp_muon_plugin.errors import CheckpointError
+from hp_muon_plugin.errors import CheckpointError, DamageError
 
 NAME = "torch"
 _ALIASED = (names.OUTPUT, names.EMBEDDING)
@@ -126,7 +126,7 @@ def _merged(path: Path, found: _Found, args: dict[str, Any]) -> Iterator[tuple[K
         wanted = expert_ranks if names.is_expert(key.name) else tensor_ranks
         missing = [index for index in range(wanted) if index not in parts]
         if missing:
-            raise CheckpointError(
+            raise DamageError(
                 f"{path}: {key.name} of tensor-parallel rank {missing[0]} is in no file; there should be a folder "
                 f"mp_rank_{missing[0]:02d}* with {MODEL_FILE}\n  fix: copy the folders of all ranks"
             )

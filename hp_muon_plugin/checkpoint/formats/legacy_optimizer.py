@@ -23,7 +23,7 @@ from hp_muon_plugin.checkpoint.lazy import Lazy
 from hp_muon_plugin.checkpoint.run_values import number, plain
 from hp_muon_plugin.checkpoint.safe_pickle import Stored
 from hp_muon_plugin.checkpoint.step_counts import StepPlace, place_in
-from hp_muon_plugin.errors import CheckpointError
+from hp_muon_plugin.errors import CheckpointError, DamageError
 
 _LAYER_WISE = "layer_wise_optimizer_"
 _CHUNK = "{}/"  # parameters of several chunks are told apart by a prefix
@@ -80,7 +80,7 @@ def rank_optimizer(rank: RankFile) -> RankState:
     elif saved is None:
         return state
     else:
-        raise CheckpointError(
+        raise DamageError(
             f"{folder} has parameter groups but no {OPTIMIZER_FILE}, which should hold the optimizer's tensors\n"
             "  fix: copy the files of all ranks, or convert a copy saved with --no-save-optim"
         )
@@ -233,7 +233,7 @@ def _layer_wise(rank: RankFile, params: _Params, files: Sequence[str]) -> Named:
     expected = [f"{_LAYER_WISE}{index}.pt" for index in range(len(files))]
     if list(files) != expected:
         missing = next(name for name in expected if name not in files)
-        raise CheckpointError(
+        raise DamageError(
             f"{rank.files.folder / rank.folder} has no {missing}, which holds that rank's share of the optimizer\n"
             "  fix: copy the files of all ranks"
         )

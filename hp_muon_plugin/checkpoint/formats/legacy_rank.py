@@ -11,7 +11,7 @@ from hp_muon_plugin.checkpoint.formats import names
 from hp_muon_plugin.checkpoint.lazy import Lazy
 from hp_muon_plugin.checkpoint.run_values import plain
 from hp_muon_plugin.checkpoint.safe_pickle import Stored
-from hp_muon_plugin.errors import CheckpointError
+from hp_muon_plugin.errors import CheckpointError, DamageError
 
 MODEL_FILE = "model_optim_rng.pt"
 OPTIMIZER_FILE = "distrib_optim.pt"
@@ -111,7 +111,7 @@ def _rank(files: Files, folder: str, pipelines: int, experts: int) -> RankFile:
     pipeline = numbers.pop(0) if pipelines > 1 else 0
     archive = torch_archive.Archive(files, f"{folder}/{MODEL_FILE}")
     if not isinstance(archive.value, dict):
-        raise CheckpointError(f"{files.folder / folder / MODEL_FILE} holds no dict")
+        raise DamageError(f"{files.folder / folder / MODEL_FILE} holds no dict")
     args = plain(archive.value["args"]) if "args" in archive.value else {}
     rank = RankFile(files, folder, int(match[1]), pipeline, numbers.pop(0) if experts > 1 else 0, archive, args, [])
     rank.chunks = [_chunk(rank, key) for key in _model_keys(archive.value, rank.where)]
@@ -130,7 +130,7 @@ def _model_keys(value: dict[str, Any], where: str) -> list[str]:
 def _chunk(rank: RankFile, key: str) -> dict[str, Lazy]:
     model = rank.value[key]
     if not isinstance(model, dict):
-        raise CheckpointError(f"{rank.where}: {key} is no dict")
+        raise DamageError(f"{rank.where}: {key} is no dict")
     return {
         names.bare(str(name)): rank.tensor_of(value, f"{key}.{name}")
         for name, value in model.items()
@@ -151,7 +151,7 @@ def _check_complete(path: Path, found: list[RankFile], args: dict[str, Any], pip
                 example = [f"{missing[0] if axis == 'tensor' else 0:02d}"]
                 example += [f"{pipeline:03d}"] if pipelines > 1 else []
                 example += [f"{missing[0] if axis == 'expert' else 0:03d}"] if experts > 1 else []
-                raise CheckpointError(
+                raise DamageError(
                     f"{path}: no folder of {axis}-parallel rank {missing[0]} on pipeline rank {pipeline}; there should "
                     f"be mp_rank_{'_'.join(example)}/{MODEL_FILE}\n  fix: copy the folders of all ranks"
                 )

@@ -22,7 +22,7 @@ from hp_muon_plugin.checkpoint.formats.random_states import rank_name
 from hp_muon_plugin.checkpoint.lazy import Lazy
 from hp_muon_plugin.checkpoint.run_values import plain
 from hp_muon_plugin.checkpoint.step_counts import note_place, take_group_steps
-from hp_muon_plugin.errors import CheckpointError
+from hp_muon_plugin.errors import DamageError
 
 NAME = "fsdp_dtensor"
 MODEL = "model."
@@ -88,7 +88,7 @@ def _whole_names(folder: DcpFolder, prefix: str, suffix: str = "") -> Iterator[t
     for name, pair in halves.items():
         if set(pair) != {"w", "v"}:
             there = next(iter(pair))
-            raise CheckpointError(
+            raise DamageError(
                 f"{folder.path}: {name}_{there} is there, but its other half is not\n"
                 "  fix: copy the checkpoint again from where it was saved"
             )

@@ -24,7 +24,7 @@ from hp_muon_plugin.checkpoint.lazy import Lazy
 from hp_muon_plugin.checkpoint.megatron_names import registration_order
 from hp_muon_plugin.checkpoint.run_values import plain
 from hp_muon_plugin.checkpoint.step_counts import note_place
-from hp_muon_plugin.errors import CheckpointError
+from hp_muon_plugin.errors import CheckpointError, DamageError
 
 NAME = "torch_dcp"
 _STATE = re.compile(r"^optimizer\.(?:(\d+)\.)?(?:optimizer\.)?state\.(\d+)\.(\w+)$")
@@ -96,7 +96,7 @@ def _optimizers(folder: DcpFolder) -> dict[int, Optimizer]:
     for (number, _), values in sorted(groups.items()):
         ids = values.pop("params", None)
         if ids is None:
-            raise CheckpointError(f"{folder.path}: a parameter group of optimizer {number} has no params")
+            raise DamageError(f"{folder.path}: a parameter group of optimizer {number} has no params")
         found[number].ids.append([int(item) for item in ids])
         found[number].counts.append(len(ids))
         found[number].groups.append(values)

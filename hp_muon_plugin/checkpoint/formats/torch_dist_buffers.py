@@ -26,7 +26,7 @@ from hp_muon_plugin.checkpoint.formats.stages import INSIDE, PIPELINES
 from hp_muon_plugin.checkpoint.formats.torch_dist_buffer_files import StoredBuffer, stored_buffers
 from hp_muon_plugin.checkpoint.formats.torch_dist_parts import Joined, Part
 from hp_muon_plugin.checkpoint.lazy import Lazy
-from hp_muon_plugin.errors import CheckpointError, ConfigError
+from hp_muon_plugin.errors import CheckpointError, ConfigError, DamageError
 
 _PROOF_ELEMENTS = 2**14
 _SPELLINGS = [{"spec": spec, "experts": experts} for spec in ("local", "te") for experts in ("separate", "grouped")]
@@ -228,7 +228,7 @@ class _Mesh:
         count = self._inside if names.is_expert(key.name) else self._target.tp
         missing = [index for index in range(count) if index not in parts]
         if missing:
-            raise CheckpointError(
+            raise DamageError(
                 f"{self._folder.path}: {key.kind} of {key.name} on tensor-parallel rank {missing[0]} is in no buffer"
             )
         first = parts[0]

@@ -8,7 +8,7 @@ import torch
 
 from hp_muon_plugin.checkpoint.dcp_files import DcpFolder
 from hp_muon_plugin.checkpoint.lazy import Lazy
-from hp_muon_plugin.errors import CheckpointError
+from hp_muon_plugin.errors import DamageError
 
 
 class Part(Protocol):
@@ -140,7 +140,7 @@ def fragments(key: str, stored: tuple[int, ...], original: tuple[int, ...]) -> t
         cut and length % cut == 0 for length, cut in zip(original, cuts, strict=True)
     )
     if not fits or prod(stored) != prod(original):
-        raise CheckpointError(f"{key} of shape {stored} is no cut of a tensor of shape {original}")
+        raise DamageError(f"{key} of shape {stored} is no cut of a tensor of shape {original}")
     return cuts
 
 

@@ -19,7 +19,7 @@ from hp_muon_plugin.checkpoint.megatron_groups import group_of, hyper_of
 from hp_muon_plugin.checkpoint.megatron_names import expand, is_split, registration_order, style_of, weight_kind
 from hp_muon_plugin.checkpoint.run_values import plain
 from hp_muon_plugin.checkpoint.step_counts import note_place
-from hp_muon_plugin.errors import CheckpointError
+from hp_muon_plugin.errors import CheckpointError, DamageError
 
 _COMMON_OBJECT = "common_state/shard_0_1"
 _EXTRA_STATE = re.compile(r"(.+)\._extra_state/shard_[\d.]+_[\d.]+\Z")
@@ -102,7 +102,7 @@ class TorchDistSource:
         try:
             backend = json.loads(raw)["sharded_backend"]
         except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{self.path / 'metadata.json'} is damaged: {error}") from error
+            raise DamageError(f"{self.path / 'metadata.json'} is damaged: {error}") from error
         if backend != "torch_dist":
             raise CheckpointError(
                 f"{self.path} was written by the backend {backend!r}, which is not read\n"
@@ -116,16 +116,16 @@ class TorchDistSource:
         else:
             value = torch_archive.load(self.folder.files, "common.pt", what="the common state")
         if not isinstance(value, Mapping):
-            raise CheckpointError(f"{self.path}: its common state is no dict")
+            raise DamageError(f"{self.path}: its common state is no dict")
         return value
 
     def _add_optimizer(self, weights: Mapping[str, Part]) -> None:
         for key, part in self._optimizer.parts.items():
             weight = weights.get(key.name)
             if weight is None:
-                raise CheckpointError(f"{self.path} has {key.kind} of {key.name}, but no such weight")
+                raise DamageError(f"{self.path} has {key.kind} of {key.name}, but no such weight")
             if part.shape != weight.shape:
-                raise CheckpointError(
+                raise DamageError(
                     f"{self.path}: {key.kind} of {key.name} has shape {part.shape}, the weight {weight.shape}"
                 )
             if key.kind == Kind.main and weight.dtype == torch.float32:
