@@ -9,15 +9,29 @@ optimizer state. All else is ``hp-muon ckpt convert``, which knows every format;
 """
 
 import argparse
+import re
 import sys
 from pathlib import Path
 
 from hp_muon_plugin.checkpoint.detect import find
-from hp_muon_plugin.cli.main import main
+from hp_muon_plugin.cli import ckpt
+from hp_muon_plugin.cli.main import run_to_exit
 from hp_muon_plugin.errors import CheckpointError
 
 FORMATS = {"hf": "hf", "mg": "torch"}
-EPILOG = "Messages name the options of hp-muon ckpt convert: --tp, --pp, --ep are the three target sizes here."
+SPELT = {
+    "--tp": "--target-tensor-parallel-size",
+    "--pp": "--target-pipeline-parallel-size",
+    "--ep": "--target-expert-parallel-size",
+    "--to=torch": "--save-model-type=mg",
+    "--to=hf": "--save-model-type=hf",
+    "SRC=": "--load-dir=",
+    "DST=": "--save-dir=",
+    "--option expert_tensor_parallel_size": "--expert-tensor-parallel-size",
+    "--option make_vocab_size_divisible_by": "--make-vocab-size-divisible-by",
+}
+"""Flags of this script by what messages of ``hp-muon ckpt convert`` call them."""
+OTHER = "hp-muon ckpt convert"
 REFUSED = {
     "num_layers_per_virtual_pipeline_stage": "hp-muon ckpt convert has --option virtual_pipeline_model_parallel_size",
     "num_layer_list": "hp-muon ckpt convert has --option pipeline_model_parallel_layout",
@@ -30,11 +44,11 @@ REFUSED = {
 
 def parser() -> argparse.ArgumentParser:
     """The flags."""
-    made = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], epilog=EPILOG, allow_abbrev=False)
+    made = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
     made.add_argument("--load-model-type", choices=list(FORMATS), required=True)
     made.add_argument("--save-model-type", choices=list(FORMATS), required=True)
-    made.add_argument("--load-dir", required=True)
-    made.add_argument("--save-dir", required=True)
+    made.add_argument("--load-dir", type=folder, required=True)
+    made.add_argument("--save-dir", type=folder, required=True)
     made.add_argument("--model-type-hf", help="passed over: config.json says it; kept for old scripts")
     made.add_argument("--target-tensor-parallel-size", type=int, default=1)
     made.add_argument("--target-pipeline-parallel-size", type=int, default=1)
@@ -49,6 +63,25 @@ def parser() -> argparse.ArgumentParser:
     for name in REFUSED:
         made.add_argument(f"--{name.replace('_', '-')}", nargs="?", const="", help=argparse.SUPPRESS)
     return made
+
+
+def folder(text: str) -> str:
+    """A folder's name, which is not empty."""
+    if not text:
+        raise argparse.ArgumentTypeError("is empty: name a folder")
+    return text
+
+
+def respelt(message: str) -> str:
+    """A message of ``hp-muon ckpt convert`` with the flags of this script; flags that it lacks are said to be there.
+
+    Args:
+        message: What is to be told.
+    """
+    for theirs, here in SPELT.items():
+        end = "" if theirs.endswith("=") else r"(?![\w-])"
+        message = re.sub(rf"(?<![\w-]){re.escape(theirs)}{end}", here, message)
+    return re.sub(r"(?<!convert )(--(?:option|weights-only|sharding|megatron|dtype|to)\b)", rf"{OTHER} \1", message)
 
 
 def translated(arguments: list[str]) -> list[str]:
@@ -100,4 +133,5 @@ def check_source(arguments: list[str]) -> None:
 
 if __name__ == "__main__":
     check_source(sys.argv[1:])
-    main(translated(sys.argv[1:]))
+    given = translated(sys.argv[1:])[1:]
+    run_to_exit(lambda: ckpt.run(given, respelt))

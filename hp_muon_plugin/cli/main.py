@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 import hp_muon_plugin
 from hp_muon_plugin.cli.interrupts import remembered
@@ -34,9 +35,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: Command-line arguments; None takes those of the process.
     """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    run_to_exit(lambda: _run(given))
+
+
+def run_to_exit(command: Callable[[], int]) -> NoReturn:
+    """Run a command and end the process with its exit code, also after Ctrl-C or a closed pipe.
+
+    Args:
+        command: Returns the exit code.
+    """
     try:
         with remembered():
-            code = _run(list(sys.argv[1:] if arguments is None else arguments))
+            code = command()
             sys.stdout.flush()
     except KeyboardInterrupt:
         print("hp-muon: interrupted", file=sys.stderr)

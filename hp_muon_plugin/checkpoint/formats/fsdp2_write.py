@@ -123,7 +123,10 @@ def state_tensors(
     steps = {state.steps[single] for single in singles if single in state.steps}
     if len(steps) > 1:
         raise ConfigError(
-            "experts", "stacked", f"experts of {name} have done different numbers of steps", "write experts=separate"
+            "--option experts",
+            "stacked",
+            f"experts of {name} have done different numbers of steps",
+            "--option experts=separate",
         )
     if steps:
         found.append(("step", lazy.in_memory(torch.tensor(steps.pop(), dtype=torch.float32))))

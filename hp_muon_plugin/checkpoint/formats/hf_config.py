@@ -31,7 +31,7 @@ def family_of(source: Source, target: Target) -> Family:
     wanted = target.options.get("family") or source.state().model.get("family")
     if wanted is not None:
         if wanted not in FAMILIES:
-            raise ConfigError("family", wanted, "no family that is known", f"write one of {', '.join(FAMILIES)}")
+            raise ConfigError("--option family", wanted, "no family that is known", f"one of {', '.join(FAMILIES)}")
         return FAMILIES[str(wanted)]
     if any("linear_kv_up_proj" in name for name in shapes):
         return FAMILIES["deepseek_v3"]
@@ -66,7 +66,7 @@ def shapes_of(source: Source, target: Target, family: Family) -> tuple[Heads | N
         heads = columns // norms[0]
     if not isinstance(heads, int) or columns % heads:
         raise ConfigError(
-            "num_attention_heads",
+            "--option num_attention_heads",
             heads,
             f"the checkpoint does not tell the number of heads, or one that divides {columns}",
             "say it, as in --option num_attention_heads=32",

@@ -46,7 +46,7 @@ def split(fused: Lazy, heads: Heads, name: str) -> list[Lazy]:
     if fused.shape[0] != heads.rows:
         raise CheckpointError(
             f"{name} has {fused.shape[0]} rows; {heads.heads} query and {heads.groups} key heads of {heads.dim} need "
-            f"{heads.rows}\n  fix: give the options num_attention_heads and num_query_groups"
+            f"{heads.rows}\n  fix: --option num_attention_heads=... --option num_query_groups=..."
         )
     block = heads.queries + 2 * heads.dim
     bounds = ((0, heads.queries), (heads.queries, heads.queries + heads.dim), (heads.queries + heads.dim, block))

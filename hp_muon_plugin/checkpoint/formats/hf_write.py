@@ -86,7 +86,10 @@ def _planned(source: Source, target: Target) -> tuple[Family, dict[str, Lazy]]:
         parts = fused(name, family, layers)
         if parts is None:
             raise ConfigError(
-                "family", family.name, f"these models have no {name}", "choose another family, or another format"
+                "--option family",
+                family.name,
+                f"these models have no {name}",
+                "choose another family, or another format",
             )
         if Kind.buffer in kinds[name]:
             value = lazy.canonical(source, Key(name, Kind.buffer))

@@ -44,7 +44,7 @@ class HyperParallelWriter:
         for key, info in source.tensors().items():
             if info.shape and info.shape[0] % world:
                 raise ConfigError(
-                    "world",
+                    "--option world",
                     world,
                     f"{key} has {info.shape[0]} rows, which do not divide; HyperParallel reads even shards only",
                     "choose a number of ranks that divides the rows of every tensor, or 1",

@@ -196,7 +196,7 @@ def plan(source: Source, target: Target, *, expert_tensors: int | None = None, r
     for name, shape in made.shapes.items():
         if target.tp > 1 and made.cut(name) is names.Cut.unknown:
             raise ConfigError(
-                "tp", target.tp, f"it is not known how tensor-parallel ranks share {name} {shape}", "write tp=1"
+                "--tp", target.tp, f"it is not known how tensor-parallel ranks share {name} {shape}", "--tp 1"
             )
     return made
 
@@ -232,21 +232,24 @@ def _check_division(made: Plan) -> None:
     sizes = made.target
     if sizes.ep < 1 or (sizes.ep > 1 and (made.num_experts == 0 or made.num_experts % sizes.ep)):
         why = f"the model has {made.num_experts} experts, which do not divide"
-        raise ConfigError("ep", sizes.ep, why, f"choose a divisor of {made.num_experts or 1}")
+        raise ConfigError("--ep", sizes.ep, why, f"choose a divisor of {made.num_experts or 1}")
     if sizes.pp < 1 or (sizes.pp > 1 and made.num_layers == 0):
         why = f"the model has {made.num_layers} layers, which do not divide"
-        raise ConfigError("pp", sizes.pp, why, f"choose a divisor of {made.num_layers or 1}")
+        raise ConfigError("--pp", sizes.pp, why, f"choose a divisor of {made.num_layers or 1}")
     if sizes.pp > 1 and made.tied and any(name.startswith("mtp.") for name in made.kinds):
         raise ConfigError(
-            "pp",
+            "--pp",
             sizes.pp,
             "with multi-token prediction and a tied output layer Megatron trains another model on several stages: its "
             "last one has an output layer that nothing trains",
-            "write pp=1, or untie the output layer",
+            "--pp 1, or untie the output layer",
         )
     args = made.source.state().args
     groups = args.get("num_query_groups") if args.get("group_query_attention") else args.get("num_attention_heads")
     if isinstance(groups, int) and groups % sizes.tp:
         raise ConfigError(
-            "tp", sizes.tp, f"the model has {groups} query groups, which do not divide", f"choose a divisor of {groups}"
+            "--tp",
+            sizes.tp,
+            f"the model has {groups} query groups, which do not divide",
+            f"choose a divisor of {groups}",
         )

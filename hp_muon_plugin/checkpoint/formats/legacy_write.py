@@ -100,7 +100,7 @@ def _plan(source: Source, target: Target) -> Plan:
         raise ConfigError(
             f"--option {INSIDE}",
             inside,
-            f"folders are cut by tp={target.tp}, of which it is no divisor",
+            f"{target.tp} tensor-parallel ranks cut folders, of which it is no divisor",
             "leave it out",
         )
     return plan(source, target, expert_tensors=inside)
@@ -120,14 +120,14 @@ def _form(made: Plan) -> str:
     """Which form the optimizer state takes; ``none`` without groups or state."""
     state, wanted = made.source.state(), made.target.sharding
     if wanted is not None and wanted not in _FORMS:
-        raise ConfigError("sharding", wanted, "no form of a legacy checkpoint", f"write one of {', '.join(_FORMS)}")
+        raise ConfigError("--sharding", wanted, "no form of a legacy checkpoint", f"one of {', '.join(_FORMS)}")
     kinds = {name: set(kinds) - set(_NO_STATE) for name, kinds in made.kinds.items() if Kind.buffer not in kinds}
     if not state.hyper or not any(kinds.values()):
         return "none"
     uniform = len({frozenset(item) for item in kinds.values()}) == 1 and Kind.momentum not in next(iter(kinds.values()))
     if wanted == "distributed" and not uniform:
         raise ConfigError(
-            "sharding", wanted, "DistributedOptimizer keeps the same state for every parameter", "write sharding=plain"
+            "--sharding", wanted, "DistributedOptimizer keeps the same state for every parameter", "--sharding plain"
         )
     return wanted or ("plain" if not uniform or state.model.get("legacy_optimizer") == "plain" else "distributed")
 

@@ -152,7 +152,7 @@ def _of_sizes(num_layers: int, pipelines: int, division: Mapping[str, Any]) -> l
     else:
         extra = bool(division.get(EMBEDDING_COUNTS)) + bool(division.get(LOSS_COUNTS))
         if (num_layers + extra) % pipelines:
-            _refuse("pp", pipelines, num_layers, "which do not divide")
+            _refuse("--pp", pipelines, num_layers, "which do not divide")
         per_rank = [(num_layers + extra) // pipelines] * pipelines
     if any(count % chunks for count in per_rank):
         _refuse(VIRTUAL, chunks, num_layers, f"of which the stages have {', '.join(map(str, sorted(set(per_rank))))}")
@@ -161,7 +161,7 @@ def _of_sizes(num_layers: int, pipelines: int, division: Mapping[str, Any]) -> l
         counts[0][0] -= bool(division.get(EMBEDDING_COUNTS))
         counts[-1][-1] -= bool(division.get(LOSS_COUNTS))
     if sum(map(sum, counts)) != num_layers or min(map(min, counts)) < 0:
-        _refuse("pp", pipelines, num_layers, "which do not divide")
+        _refuse("--pp", pipelines, num_layers, "which do not divide")
     return counts
 
 

@@ -57,7 +57,9 @@ def style_of_target(source: Source, target: Target) -> Style:
     homogeneous = _are_homogeneous(infos)
     layers = target.options.get("layers")
     if layers == "stacked" and not homogeneous:
-        raise ConfigError("layers", layers, "layers of this model differ", "leave it out, or write layers=separate")
+        raise ConfigError(
+            "--option layers", layers, "layers of this model differ", "leave it out, or --option layers=separate"
+        )
     default = "separate" if _freq_is_list(source.state().args) else "stacked"
     layers = layers or model.get("layers") or default
     if layers == "stacked" and not homogeneous:
