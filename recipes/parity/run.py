@@ -7,15 +7,14 @@ python recipes/parity/run.py --plot          only compare the kept logs again
 Further arguments with "=" are Hydra overrides for every run.
 """
 
-import argparse
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
+sys.path[:0] = [str(HERE), str(HERE.parent)]
 
+import recipe
 from figures import STUDIES, kept_log_path, kept_losses, losses, rows
 from plot import plot_studies
 
@@ -24,42 +23,31 @@ def train(study: str, run: str, extra: list[str]) -> Path | None:
     """Run ``hp-muon train`` once; return its metrics file, or None if it was refused or failed."""
     chosen = STUDIES[study]
     name = f"parity_{study}_{run}"
-    module = ["-m", "hp_muon_plugin.cli.main", "train", "--config-dir", str(HERE), "--config-name", "parity"]
     overrides = [*chosen.common, *chosen.runs[run], f"run.steps={chosen.steps}", f"run.name={name}", *extra]
-    command = [sys.executable, *module, *overrides]
-    print(f"\n$ hp-muon {' '.join(command[3:])}", flush=True)
-    code = subprocess.run(command, check=False).returncode
-    if code == 130:
+    code = recipe.train(HERE, "parity", overrides)
+    if code == recipe.INTERRUPTED_EXIT:
         sys.exit(code)
     return None if code else Path("outputs") / name / "metrics.jsonl"
 
 
-def arguments() -> argparse.Namespace:
-    """What the user asks for. A name that is no study would otherwise start all of them, which takes hours."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("what", nargs="*", help="STUDY, STUDY/RUN, or a Hydra override OPTION=VALUE")
-    parser.add_argument("--keep", action="store_true", help="replace the logs and the plot of this folder")
-    parser.add_argument("--plot", action="store_true", help="train nothing; compare and plot the kept logs")
-    found = parser.parse_args()
-    found.overrides = [text for text in found.what if "=" in text]
-    found.wanted = [text for text in found.what if "=" not in text]
-    for asked in found.wanted:
-        study, slash, run = asked.partition("/")
-        if study not in STUDIES:
-            parser.error(f"{asked} is neither a study nor OPTION=VALUE; studies are {', '.join(STUDIES)}")
-        if slash and run not in STUDIES[study].runs:
-            parser.error(f"{asked}: {study} has no such run; there are {', '.join(STUDIES[study].runs)}")
-    if found.plot and found.what:
-        parser.error(f"--plot trains nothing, so that {found.what[0]} means nothing; leave it out")
-    return found
+def complaint(asked: str) -> str | None:
+    """What is wrong with the name of a study: it would otherwise start all of them, which takes hours."""
+    study, slash, run = asked.partition("/")
+    if study not in STUDIES:
+        return f"{asked} is neither a study nor OPTION=VALUE; studies are {', '.join(STUDIES)}"
+    if slash and run not in STUDIES[study].runs:
+        return f"{asked}: {study} has no such run; there are {', '.join(STUDIES[study].runs)}"
+    return None
 
 
 def main() -> None:
     """Entry point."""
-    asked_for = arguments()
-    wanted, failed = asked_for.wanted or list(STUDIES), []
+    flags = {
+        "keep": "replace the logs and the plot of this folder",
+        "plot": "train nothing; compare and plot the kept logs",
+    }
+    asked_for = recipe.parse(__doc__, flags, named="STUDY, STUDY/RUN", complaint=complaint)
+    wanted, failed = asked_for.names or list(STUDIES), []
     for asked in [] if asked_for.plot else wanted:
         study, _, chosen = asked.partition("/")
         found = {}
@@ -87,4 +75,4 @@ if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:  # the run has ended its ranks
-        sys.exit(130)
+        sys.exit(recipe.INTERRUPTED_EXIT)

@@ -15,7 +15,7 @@ RECIPES = Path(__file__).parents[2] / "recipes"
         ("parity/run.py dense_muon", "dense_muon is neither a study nor OPTION=VALUE; studies are bf16, "),
         ("parity/run.py bf16/hp_fspd", "bf16 has no such run; there are megatron_ddp, hp_fsdp, "),
         ("parity/run.py --kep", "unrecognized arguments: --kep"),
-        ("parity/run.py --plot bf16", "leave it out"),
+        ("parity/run.py --plot bf16", "leave out bf16"),
         ("weight_decay/run.py --kep", "unrecognized arguments: --kep"),
         ("weight_decay/run.py run.steps", "run.steps is not OPTION=VALUE"),
         ("weight_decay/run.py --plot run.steps=9", "leave out run.steps=9"),
