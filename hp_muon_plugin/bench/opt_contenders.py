@@ -1,5 +1,6 @@
 """What takes a step in ``hp-muon bench optimizer``: a sharded model with gradients, and its optimizer."""
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from hp_muon_plugin.bench.opt_cases import Case, Model, Weight, gradient, parts_of
 from hp_muon_plugin.bench.opt_convention import Convention
+from hp_muon_plugin.bench.opt_memory import SHARDED
 
 OURS = "ours"
 
@@ -72,7 +74,7 @@ class Contender:
         self, model: nn.Module, setting: Setting, make: Callable[[nn.Module], Stepper], *, is_stacked: bool = True
     ) -> None:
         self.model, self._case, self._is_stacked = model, setting.case, is_stacked
-        self._grads: dict[int, list[torch.Tensor]] = {}
+        self._step, self._grads = -1, list[torch.Tensor]()  # of the last step only
         self.optimizer = make(model)
         self.runs = list(self._runs())  # after the optimizer, which may lay parameters out anew
 
@@ -86,14 +88,17 @@ class Contender:
         Args:
             step: Which gradients.
         """
-        if step not in self._grads:
-            wholes = {run.weight.full_name: run.weight for run in self.runs}
-            grads = {name: gradient(weight, step).view(-1) for name, weight in wholes.items()}
-            self._grads[step] = [
-                grads[run.weight.full_name][run.first : run.first + run.value.numel()].clone() for run in self.runs
-            ]
-        for run, grad in zip(self.runs, self._grads[step], strict=True):
+        if step != self._step:
+            self._step, self._grads = step, list(self._own(step))
+        for run, grad in zip(self.runs, self._grads, strict=True):
             self.set_gradient(run, grad)
+
+    def _own(self, step: int) -> Iterator[torch.Tensor]:
+        """This rank's part of every gradient; one whole gradient at a time is in memory."""
+        for weight, runs in itertools.groupby(self.runs, key=lambda run: run.weight):
+            whole = gradient(weight, step).view(-1)
+            for run in runs:
+                yield whole[run.first : run.first + run.value.numel()].clone()
 
     def set_gradient(self, run: Run, grad: torch.Tensor) -> None:
         """Set the gradient of one parameter.
@@ -198,6 +203,7 @@ class Peer:
         about: How to get it where pip does not know it, and how it is run here.
         environment: Variables of its ranks.
         venv: Environment that pip makes for it; peers with one name share it.
+        copies: Whole float32 models that a rank holds of it, at most.
     """
 
     build: Builder
@@ -210,6 +216,7 @@ class Peer:
     about: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
     venv: str = "torch"
+    copies: float = SHARDED
 
     @property
     def how_to_get(self) -> str:

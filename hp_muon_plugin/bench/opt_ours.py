@@ -9,6 +9,7 @@ from torch import nn
 from hp_muon_plugin.bench.opt_cases import Model
 from hp_muon_plugin.bench.opt_contenders import OURS, Builder, Contender, Run, Setting, torch_sharded
 from hp_muon_plugin.bench.opt_convention import LEARNING_RATE, MOMENTUM, WEIGHT_DECAY, Convention
+from hp_muon_plugin.bench.opt_memory import SHARDED, WHOLE
 from hp_muon_plugin.config.choices import FloatDtype, OuterMode, Strategy
 from hp_muon_plugin.fsdp import hp_fully_shard
 from hp_muon_plugin.fsdp.api import schedule_of
@@ -61,6 +62,18 @@ def convention_of(name: str) -> Convention:
         Its convention.
     """
     return _HALF_CONVENTION if HALF in name else CONVENTION
+
+
+def copies_of(name: str) -> float:
+    """How much of the model a rank holds of one of ours.
+
+    Args:
+        name: Of the contender.
+
+    Returns:
+        Whole float32 models.
+    """
+    return WHOLE if any(strategy in name for strategy in (REPLICATED, Strategy.allgather)) else SHARDED
 
 
 def make(model: nn.Module, **options: Any) -> Any:

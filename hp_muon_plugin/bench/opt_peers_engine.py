@@ -13,6 +13,7 @@ from torch import nn
 from hp_muon_plugin.bench.opt_cases import Case, Model, gradient, parts_of
 from hp_muon_plugin.bench.opt_contenders import Contender, Peer, Setting
 from hp_muon_plugin.bench.opt_convention import LEARNING_RATE, MOMENTUM, WEIGHT_DECAY, Convention
+from hp_muon_plugin.bench.opt_memory import WHOLE
 from hp_muon_plugin.config.choices import ScaleMode
 
 _NO_CLIPPING = 1e9
@@ -30,18 +31,18 @@ class _Linear(nn.Module):
         super().__init__()
         self._case = case
         self.inner = Model(case, is_stacked=False)
-        self._grads: dict[int, dict[str, torch.Tensor]] = {}
+        self._step, self._grads = -1, dict[str, torch.Tensor]()
 
     def forward(self, step: int) -> torch.Tensor:
         """The sum of weights times gradients."""
-        if step not in self._grads:
-            self._grads[step] = {
+        if step != self._step:
+            self._step = step
+            self._grads = {
                 f"layers.{weight.layer}.{name}": part
                 for weight in self._case.weights
                 for name, _, part in parts_of(weight, gradient(weight, step), is_stacked=False)
             }
-        grads = self._grads[step]
-        return torch.stack([(p * grads[name]).sum() for name, p in self.inner.named_parameters()]).sum()
+        return torch.stack([(p * self._grads[name]).sum() for name, p in self.inner.named_parameters()]).sum()
 
 
 class _ZeroOne(Contender):
@@ -95,5 +96,6 @@ PEERS: dict[str, Peer] = {
         about="ns_method=standard; its step gathers all weights, as ZeRO 1 does",
         environment=_DEEPSPEED,
         venv="deepspeed",
+        copies=WHOLE,
     )
 }

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from hp_muon_plugin.bench.opt_cases import Model, initial, parts_of
 from hp_muon_plugin.bench.opt_contenders import Contender, Peer, Run, Setting
 from hp_muon_plugin.bench.opt_convention import LEARNING_RATE, MOMENTUM, WEIGHT_DECAY, Convention
+from hp_muon_plugin.bench.opt_memory import WHOLE
 from hp_muon_plugin.bench.opt_stand_ins import torch_with_uneven_gathers
 from hp_muon_plugin.platform import standin
 
@@ -97,5 +98,6 @@ PEERS: dict[str, Peer] = {
         about="on replicated bf16 weights, as under DDP; masters are compared, and sent are bf16",
         environment={"TORCHDYNAMO_DISABLE": "1"},
         venv="python312",
+        copies=WHOLE,
     )
 }

@@ -10,6 +10,7 @@ import torch
 from hp_muon_plugin.bench.opt_cases import Case
 from hp_muon_plugin.bench.opt_convention import Convention, Reference, Verdict
 from hp_muon_plugin.bench.opt_lane import Lane, LaneError
+from hp_muon_plugin.bench.opt_memory import SHARDED, Free, contender_bytes, free_bytes, lacking
 from hp_muon_plugin.bench.timing import Times
 
 _LEAST_ROUNDS, _MOST_ROUNDS = 5, 41
@@ -73,13 +74,17 @@ class Entrant:
     Attributes:
         lane: Its ranks.
         convention: What its step is.
+        copies: Whole float32 models that a rank holds of it.
     """
 
     lane: Lane
     convention: Convention
+    copies: float = SHARDED
 
 
-def race(case: Case, entrants: dict[str, Entrant], main: Lane, folder: Path, *, seconds: float) -> Result:
+def race(
+    case: Case, entrants: dict[str, Entrant], main: Lane, folder: Path, *, seconds: float, free: Free = free_bytes
+) -> Result:
     """Judge everyone against the reference, then time everyone round by round.
 
     Args:
@@ -88,22 +93,15 @@ def race(case: Case, entrants: dict[str, Entrant], main: Lane, folder: Path, *, 
         main: The lane that machine rates are measured in.
         folder: For weights of ranks.
         seconds: About how long to time.
+        free: Memory that there is; who would not fit takes no part.
 
     Returns:
         The result.
     """
-    result, reference = Result(case), Reference(case)
-    for lane in _lanes(entrants):
+    result = Result(case)
+    for lane in lanes_of(entrants):
         _begin(lane, case)
-    for name, entrant in entrants.items():
-        try:
-            entrant.lane.ask({"do": "build", "name": name})
-            verdict = _judged(name, entrant, reference, folder)
-            calls = entrant.lane.ask({"do": "count", "name": name})[0]["calls"]
-            result.found[name] = Found(verdict, {kind: tuple(entry) for kind, entry in calls.items()})
-        except LaneError as error:
-            result.failed[name] = str(error)
-            _revive(entrant.lane, case, [other for other in result.found if entrants[other].lane is entrant.lane])
+    _judge_all(result, entrants, folder, free)
     measured = main.ask({"do": "rates", "budget_s": min(_RATES_S, seconds)})
     for clock in ("cpu", "wall"):
         ranks = [rank[clock] for rank in measured]
@@ -114,7 +112,33 @@ def race(case: Case, entrants: dict[str, Entrant], main: Lane, folder: Path, *, 
     return result
 
 
-def _lanes(entrants: dict[str, Entrant]) -> list[Lane]:
+def _judge_all(result: Result, entrants: dict[str, Entrant], folder: Path, free: Free) -> None:
+    """Build and judge everyone for whom there is room. What the reference needs is gone before times are taken."""
+    case, reference = result.case, Reference(result.case)
+    for name, entrant in entrants.items():
+        why = lacking(contender_bytes(case, entrant.copies, entrant.lane.job.num_ranks), free)
+        if why is not None:
+            result.failed[name] = why
+            continue
+        try:
+            entrant.lane.ask({"do": "build", "name": name})
+            verdict = _judged(name, entrant, reference, folder)
+            calls = entrant.lane.ask({"do": "count", "name": name})[0]["calls"]
+            result.found[name] = Found(verdict, {kind: tuple(entry) for kind, entry in calls.items()})
+        except LaneError as error:
+            result.failed[name] = str(error)
+            _revive(entrant.lane, case, [other for other in result.found if entrants[other].lane is entrant.lane])
+
+
+def lanes_of(entrants: dict[str, Entrant]) -> list[Lane]:
+    """Lanes of some contenders.
+
+    Args:
+        entrants: By name.
+
+    Returns:
+        Each lane once, in order.
+    """
     return list({id(entrant.lane): entrant.lane for entrant in entrants.values()}.values())
 
 

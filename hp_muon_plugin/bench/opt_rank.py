@@ -25,9 +25,11 @@ from hp_muon_plugin.bench.fsdp_traffic import CountCalls, private_interfaces, se
 from hp_muon_plugin.bench.opt_cases import parse_case
 from hp_muon_plugin.bench.opt_contenders import OURS, Builder, Contender, Setting
 from hp_muon_plugin.bench.opt_convention import JUDGED_STEPS
+from hp_muon_plugin.bench.opt_memory import return_memory
 from hp_muon_plugin.train.environment import Launch
 from hp_muon_plugin.train.rank_main import LAUNCHER, die_with
 
+_LEAVES_HOLES = ("case", "build", "judge", "count")
 _AXES = ("dp_replicate", "dp_shard")
 
 
@@ -70,8 +72,11 @@ class Rank:
         Returns:
             The answer.
         """
-        action = getattr(self, f"_{message.pop('do')}")
-        return action(**message) or {}
+        name = message.pop("do")
+        answer = getattr(self, f"_{name}")(**message) or {}
+        if name in _LEAVES_HOLES:
+            return_memory()
+        return answer
 
     def _case(self, case: str) -> None:
         self._running.clear()

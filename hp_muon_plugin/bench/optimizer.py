@@ -10,12 +10,22 @@ from typing import Any
 from hp_muon_plugin.bench.fsdp_traffic import SLOW
 from hp_muon_plugin.bench.opt_cases import Case, least_bytes
 from hp_muon_plugin.bench.opt_contenders import OURS, Peer
-from hp_muon_plugin.bench.opt_lane import Job, Lane
-from hp_muon_plugin.bench.opt_ours import contenders, convention_of
+from hp_muon_plugin.bench.opt_lane import Job, Lane, LaneError
+from hp_muon_plugin.bench.opt_memory import (
+    GIB,
+    RANK_BYTES,
+    Free,
+    contender_bytes,
+    free_bytes,
+    lacking,
+    reference_bytes,
+)
+from hp_muon_plugin.bench.opt_ours import contenders, convention_of, copies_of
 from hp_muon_plugin.bench.opt_places import Places
-from hp_muon_plugin.bench.opt_race import Entrant, Result, race
+from hp_muon_plugin.bench.opt_race import Entrant, Result, lanes_of, race
 from hp_muon_plugin.bench.report import Row
 from hp_muon_plugin.bench.timing import paired_ratio
+from hp_muon_plugin.errors import ConfigError
 
 _CLOCKS = ("wall", "cpu")
 
@@ -36,7 +46,7 @@ class Field:
 
 
 def run_cases(cases: Sequence[Case], field: Field, job: Job, folder: Path, *, seconds: float) -> list[Result]:
-    """Race every case. Lanes are started once, and ended whatever happens.
+    """Race every case. Lanes live for one case, and are ended whatever happens.
 
     Args:
         cases: Models.
@@ -52,6 +62,69 @@ def run_cases(cases: Sequence[Case], field: Field, job: Job, folder: Path, *, se
         LaneError: If ours cannot be started.
         Interrupted: After Ctrl-C.
     """
+    entrants, main = _entrants(field, job, folder)
+    return [_run_case(case, entrants, main, folder / "weights", seconds=seconds) for case in cases]
+
+
+def expected_bytes(cases: Sequence[Case], field: Field, job: Job) -> dict[str, int]:
+    """Memory that each case is expected to need while it is measured.
+
+    Args:
+        cases: Models.
+        field: Who takes part.
+        job: What all lanes share.
+
+    Returns:
+        Bytes by case.
+    """
+    entrants, _ = _entrants(field, job, Path())
+    idle = len(lanes_of(entrants)) * job.num_ranks * RANK_BYTES
+    conventions = [entrant.convention for entrant in entrants.values()]
+    return {
+        case.text: idle
+        + reference_bytes(case, conventions)
+        + sum(contender_bytes(case, entrant.copies, job.num_ranks) for entrant in entrants.values())
+        for case in cases
+    }
+
+
+def check_memory(cases: Sequence[Case], field: Field, job: Job, free: Free = free_bytes) -> list[str]:
+    """What to say of memory before anything starts.
+
+    Args:
+        cases: Models.
+        field: Who takes part.
+        job: What all lanes share.
+        free: Memory that there is.
+
+    Returns:
+        Lines for the user.
+
+    Raises:
+        ConfigError: If not even ours fit.
+    """
+    there = free()
+    if there is None:
+        return ["memory: this system does not tell how much is free"]
+    alone = expected_bytes(cases, Field(field.strategies, {}, Places()), job)
+    largest = max(alone, key=alone.__getitem__)
+    if lacking(alone[largest], free):
+        raise ConfigError(
+            "--strategies",
+            ",".join(field.strategies),
+            f"in {largest} on {job.num_ranks} ranks ours need about {alone[largest] / GIB:.1f} GiB of memory, and "
+            f"{there / GIB:.1f} GiB are free",
+            "fewer strategies, a smaller case with --only, or fewer --ranks",
+        )
+    found = expected_bytes(cases, field, job)
+    largest = max(found, key=found.__getitem__)
+    text = f"memory: {largest} is expected to need about {found[largest] / GIB:.1f} GiB, {there / GIB:.1f} GiB are free"
+    short = "; who finds no room when it is built is left out and named" if lacking(found[largest], free) else ""
+    return [text + short]
+
+
+def _entrants(field: Field, job: Job, folder: Path) -> tuple[dict[str, Entrant], Lane]:
+    """Everybody with the lane that they run in, one for each environment; and the lane of ours. None is started."""
     lanes: dict[tuple[Any, ...], Lane] = {}
 
     def lane_of(python: str, environment: Mapping[str, str]) -> Lane:
@@ -62,18 +135,36 @@ def run_cases(cases: Sequence[Case], field: Field, job: Job, folder: Path, *, se
 
     main = lane_of(sys.executable, {})
     ours = contenders(field.strategies, replicas=job.replicas)
-    entrants = {name: Entrant(main, convention_of(name)) for name in ours}
+    entrants = {name: Entrant(main, convention_of(name), copies_of(name)) for name in ours}
     for name, python in field.places.python.items():
         peer = field.peers[name]
         lane = main if job.testbed is not None else lane_of(python, peer.environment)
-        entrants[name] = Entrant(lane, peer.convention)
+        entrants[name] = Entrant(lane, peer.convention, peer.copies)
+    return entrants, main
+
+
+def _run_case(case: Case, entrants: dict[str, Entrant], main: Lane, weights: Path, *, seconds: float) -> Result:
+    """A lane for which there is no room, or that does not start, takes its contenders along; ours must start."""
+    lanes, out = lanes_of(entrants), dict[str, str]()
     try:
-        for lane in lanes.values():
-            lane.start()
-        return [race(case, entrants, main, folder / "weights", seconds=seconds) for case in cases]
+        for lane in lanes:
+            why = None if lane is main else lacking(lane.job.num_ranks * RANK_BYTES, free_bytes)
+            try:
+                if why is None:
+                    lane.start()
+            except LaneError as error:
+                if lane is main:
+                    raise
+                why = str(error)
+            if why is not None:
+                out |= {name: why for name, entrant in entrants.items() if entrant.lane is lane}
+        there = {name: entrant for name, entrant in entrants.items() if name not in out}
+        result = race(case, there, main, weights, seconds=seconds)
     finally:
-        for lane in lanes.values():
+        for lane in lanes:
             lane.stop()
+    result.failed |= out
+    return result
 
 
 def rows(result: Result, field: Field, job: Job) -> list[Row]:

@@ -145,12 +145,14 @@ def _measure(
 ) -> "list[Row] | None":
     from hp_muon_plugin.bench.opt_lane import Job, LaneError
     from hp_muon_plugin.bench.opt_mission import compare
-    from hp_muon_plugin.bench.optimizer import rows, run_cases
+    from hp_muon_plugin.bench.optimizer import check_memory, rows, run_cases
     from hp_muon_plugin.train.launch import Stop
 
     made: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="hp-muon-bench-") as text, Stop() as stop:
         job = Job(options.ranks, options.replicas, _TIMEOUT_S, stop, testbed)
+        for line in check_memory(cases, field, job):
+            print(line, file=sys.stderr, flush=True)
         try:
             results = run_cases(cases, field, job, Path(text), seconds=options.seconds)
         except LaneError as error:
