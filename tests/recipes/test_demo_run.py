@@ -1,4 +1,4 @@
-"""The demo's script: what Ctrl-C does to the run that it has started, and to those still to come."""
+"""Scripts of recipes: what Ctrl-C does to the run that they have started, and to those still to come."""
 
 import os
 import signal
@@ -9,17 +9,18 @@ from pathlib import Path
 
 import pytest
 
-RUN = Path(__file__).parents[2] / "recipes" / "demo" / "run.py"
+RECIPES = Path(__file__).parents[2] / "recipes"
 TINY = ["model.num_layers=1", "model.hidden_size=32", "model.seq_length=32", "run.steps=100000", "run.log_interval=1"]
 
 
 @pytest.mark.slow  # starts two real ranks
 @pytest.mark.parametrize("to_all", [True, False], ids=["terminal", "kill"])
-@pytest.mark.parametrize("mode", [["--sweep"], []], ids=["sweep", "demo"])
-def test_ctrl_c_ends_the_whole_demo(mode: list[str], to_all: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["demo --sweep", "demo", "weight_decay", "parity"])
+def test_ctrl_c_ends_the_whole_recipe(mode: str, to_all: bool, tmp_path: Path) -> None:
     """A sweep went on with the next learning rate, and the end was a traceback."""
+    recipe, *flags = mode.split()
     process = subprocess.Popen(
-        [sys.executable, str(RUN), *mode, *TINY],
+        [sys.executable, str(RECIPES / recipe / "run.py"), *flags, *TINY],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
