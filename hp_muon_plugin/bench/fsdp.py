@@ -16,6 +16,7 @@ from hp_muon_plugin.bench.fsdp_rank import REPLICATE, Plan
 from hp_muon_plugin.bench.fsdp_traffic import SLOW
 from hp_muon_plugin.bench.report import Row
 from hp_muon_plugin.bench.timing import Times, paired_ratio
+from hp_muon_plugin.config.choices import PlatformName
 from hp_muon_plugin.errors import ConfigError
 from hp_muon_plugin.train.launch import Interrupted, Stop, launch_module, reported_failure
 from hp_muon_plugin.train.worker import FAILURE_EXIT, Failure
@@ -65,7 +66,9 @@ def run_here(plan: Plan, folder: Path, *, num_ranks: int) -> Failure | None:
     Returns:
         None, or the first failure.
     """
-    return launch_module([_MODULE, *_arguments(plan, folder)], folder, num_ranks=num_ranks, threads=1)
+    return launch_module(
+        [_MODULE, *_arguments(plan, folder)], folder, num_ranks=num_ranks, threads=1, platform=PlatformName.cpu
+    )
 
 
 def run_on_testbed(

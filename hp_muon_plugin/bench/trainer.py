@@ -9,6 +9,7 @@ from hp_muon_plugin.bench.report import Row
 from hp_muon_plugin.bench.timing import Times, paired_ratio
 from hp_muon_plugin.bench.trainer_cases import ALONE, OURS, REFERENCE
 from hp_muon_plugin.bench.trainer_rank import Plan
+from hp_muon_plugin.config.choices import PlatformName
 from hp_muon_plugin.train.launch import launch_module
 from hp_muon_plugin.train.worker import Failure
 
@@ -31,7 +32,9 @@ def run_here(plan: Plan, folder: Path, *, num_ranks: int) -> Failure | None:
     """
     path = folder / "plan.json"
     path.write_text(json.dumps(asdict(plan)), encoding="utf-8")
-    return launch_module([_MODULE, str(path), str(folder)], folder, num_ranks=num_ranks, threads=1)
+    return launch_module(
+        [_MODULE, str(path), str(folder)], folder, num_ranks=num_ranks, threads=1, platform=PlatformName.auto
+    )
 
 
 def rows(plan: Plan, folder: Path, *, num_ranks: int) -> list[Row]:

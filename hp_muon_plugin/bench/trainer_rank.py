@@ -20,6 +20,7 @@ import torch.distributed as dist
 from hp_muon_plugin.bench.trainer_cases import ALONE, model_of, peers, train_of
 from hp_muon_plugin.config.trainer import Train
 from hp_muon_plugin.train.environment import Launch
+from hp_muon_plugin.train.import_ahead import import_ahead as import_ahead  # the nursery calls it
 from hp_muon_plugin.train.rank_main import LAUNCHER, die_with
 from hp_muon_plugin.train.worker import quiet_logging, run_and_report
 

@@ -3,13 +3,26 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 
 from hp_muon_plugin.errors import ConfigError, raise_all
 
 INIT_METHOD = "HP_MUON_INIT_METHOD"
 """Set by our own launcher: how its ranks find each other."""
 
+START = "HP_MUON_START"
+"""May be set by the user: how our launcher starts ranks, see :class:`Start`."""
+
 _FIX = "start the ranks with torchrun, or unset RANK and let hp-muon start them (topology.ranks=...)"
+
+
+class Start(StrEnum):
+    """How our launcher starts ranks."""
+
+    auto = "auto"
+    """On a CPU forked from one process that imports for all of them, elsewhere as ``fresh``."""
+    fresh = "fresh"
+    """Each a new process, which imports for itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +58,24 @@ def speaks() -> bool:
     """Whether this process tells the user what all ranks find alike: rank 0, or no rank at all."""
     rank = os.environ.get("RANK", "0")
     return not _is_count(rank) or int(rank) == 0
+
+
+def chosen_start(variables: Mapping[str, str]) -> Start:
+    """How ranks are to be started.
+
+    Args:
+        variables: The environment.
+
+    Returns:
+        What ``HP_MUON_START`` says; ``auto`` if it says nothing.
+
+    Raises:
+        ConfigError: If it says something else.
+    """
+    value = variables.get(START) or Start.auto
+    if value not in list(Start):
+        raise ConfigError(START, value, "is no way to start ranks", f"unset it, or choose among {', '.join(Start)}")
+    return Start(value)
 
 
 def check_environment(variables: Mapping[str, str]) -> None:

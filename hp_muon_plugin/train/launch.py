@@ -12,13 +12,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from hp_muon_plugin.config.choices import PlatformName
 from hp_muon_plugin.config.train_options import save_train
 from hp_muon_plugin.config.trainer import Train
 from hp_muon_plugin.train.environment import INIT_METHOD
+from hp_muon_plugin.train.forked import ForkedRank, Nursery, RankNotStarted, killed_by, may_fork
 from hp_muon_plugin.train.rank_main import LAUNCHER
 from hp_muon_plugin.train.run_folder import CONFIG, claimed, error_path, log_path
 from hp_muon_plugin.train.worker import FAILURE_EXIT, SETTLE_S, USAGE_EXIT, Failure
@@ -29,7 +32,24 @@ _GRACE_S = 3.0
 """How long a rank may take to end after SIGTERM."""
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-_Processes = list["subprocess.Popen[bytes]"]
+_Processes = list["subprocess.Popen[bytes] | ForkedRank"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What ranks are to do.
+
+    Attributes:
+        arguments: Their module and its arguments.
+        folder: For their logs.
+        variables: More environment variables of all ranks.
+        num_ranks: Ranks.
+    """
+
+    arguments: Sequence[str]
+    folder: Path
+    variables: Mapping[str, str]
+    num_ranks: int
 
 
 class Interrupted(Exception):
@@ -90,24 +110,33 @@ def launch_ranks(config: Train, folder: Path, *, num_ranks: int) -> Failure | No
             folder,
             num_ranks=num_ranks,
             threads=config.topology.threads,
+            platform=config.platform.name,
             grace_s=options.interrupt_s if options.on_interrupt else None,
         )
 
 
 def launch_module(
-    arguments: Sequence[str], folder: Path, *, num_ranks: int, threads: int, grace_s: float | None = None
+    arguments: Sequence[str],
+    folder: Path,
+    *,
+    num_ranks: int,
+    threads: int,
+    platform: PlatformName,
+    grace_s: float | None = None,
 ) -> Failure | None:
     """Run a module on several ranks to their end.
 
-    The module should end with its launcher, see :func:`~hp_muon_plugin.train.rank_main.die_with`, and
+    Its ``main()`` should end with its launcher, see :func:`~hp_muon_plugin.train.rank_main.die_with`, and
     report failures, see :func:`~hp_muon_plugin.train.worker.run_and_report`. Rank 0 shows its output;
-    the others write ``rank{N}.log`` into the folder.
+    the others write ``rank{N}.log`` into the folder. Where ranks may be forked, the module is imported once for all
+    of them, and its ``import_ahead()`` is called, if it has one.
 
     Args:
         arguments: The module, as ``python -m`` takes it, and its arguments.
         folder: Where ranks leave logs and reports; there are none yet.
         num_ranks: Ranks to start.
         threads: CPU threads of each.
+        platform: Where they run.
         grace_s: How long ranks may take to end after Ctrl-C, SIGTERM or SIGHUP, as to save a checkpoint;
             None: 3 seconds.
 
@@ -118,7 +147,12 @@ def launch_module(
         Interrupted: After Ctrl-C, SIGTERM or SIGHUP; every rank has ended.
     """
     processes: _Processes = []
-    with tempfile.TemporaryDirectory(prefix="hp-muon-", ignore_cleanup_errors=True) as meeting, Stop() as stop:
+    is_forked = may_fork(platform, num_ranks=num_ranks, threads=threads)
+    with (
+        tempfile.TemporaryDirectory(prefix="hp-muon-", ignore_cleanup_errors=True) as meeting,
+        Stop() as stop,
+        contextlib.ExitStack() as nurseries,
+    ):
         variables = {
             "WORLD_SIZE": str(num_ranks),
             "LOCAL_WORLD_SIZE": str(num_ranks),
@@ -127,9 +161,13 @@ def launch_module(
             INIT_METHOD: f"file://{Path(meeting) / 'store'}",
             LAUNCHER: str(os.getpid()),
         }
+        job = _Job(arguments, folder, variables, num_ranks)
         try:
-            failure = _start_all(processes, num_ranks, arguments, folder, variables, stop)
-            failure = failure or _watch(processes, folder, stop)
+            if not (is_forked and _fork_all(processes, job, stop, nurseries)):
+                _start_all(processes, job, stop)
+            failure = _watch(processes, folder, stop)
+        except RankNotStarted as error:
+            failure = Failure(error.rank, f"could not be started: {error.why}", FAILURE_EXIT, None)
         finally:
             stop.hurry = lambda: _kill(processes)
             _end(processes, grace_s if stop.is_set and grace_s is not None else _GRACE_S)
@@ -138,34 +176,30 @@ def launch_module(
     return failure
 
 
-def _start_all(
-    processes: _Processes,
-    num_ranks: int,
-    arguments: Sequence[str],
-    folder: Path,
-    variables: Mapping[str, str],
-    stop: Stop,
-) -> Failure | None:
+def _fork_all(processes: _Processes, job: _Job, stop: Stop, nurseries: contextlib.ExitStack) -> bool:
+    """Like :func:`_start_all`; False if ranks cannot share what they import."""
+    nursery = nurseries.enter_context(Nursery(job.arguments, job.folder, job.variables, job.num_ranks))
+    return nursery.fork_ranks(processes, lambda: stop.is_set)
+
+
+def _start_all(processes: _Processes, job: _Job, stop: Stop) -> None:
     """Add one process per rank to ``processes``, each as soon as it runs, so that all of them are ended."""
-    for rank in range(num_ranks):
+    for rank in range(job.num_ranks):
         if stop.is_set:
             break
         try:
-            processes.append(_start(rank, arguments, folder, variables))
+            processes.append(_start(rank, job))
         except OSError as error:  # the system starts no more processes, or its disk is full
-            return Failure(rank, f"could not be started: {error}", FAILURE_EXIT, None)
-    return None
+            raise RankNotStarted(rank, str(error)) from None
 
 
-def _start(
-    rank: int, arguments: Sequence[str], folder: Path, variables: Mapping[str, str]
-) -> "subprocess.Popen[bytes]":
-    environment = {**os.environ, **variables, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-    command = [sys.executable, "-m", *arguments]
+def _start(rank: int, job: _Job) -> "subprocess.Popen[bytes]":
+    environment = {**os.environ, **job.variables, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    command = [sys.executable, "-m", *job.arguments]
     options: dict[str, Any] = {"env": environment, "start_new_session": True}
     if rank == 0:
         return subprocess.Popen(command, **options)
-    with log_path(folder, rank).open("wb") as log:
+    with log_path(job.folder, rank).open("wb") as log:
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, **options)
 
 
@@ -185,8 +219,8 @@ def _first_failure(codes: list[int | None], folder: Path) -> Failure:
     killed = [rank for rank, code in enumerate(codes) if code is not None and code < 0]
     if killed:  # it could not report; what the others report is the consequence
         rank = killed[0]
-        name = signal.Signals(-codes[rank]).name  # type: ignore[operator]
-        return Failure(rank, f"was killed by {name}{_memory_hint(name)}", FAILURE_EXIT, _log(folder, rank))
+        told = killed_by(-codes[rank])  # type: ignore[operator]
+        return Failure(rank, told, FAILURE_EXIT, _log(folder, rank))
     reported = reported_failure(folder, num_ranks=len(codes))
     if reported is not None:
         return reported
@@ -216,10 +250,6 @@ def reported_failure(folder: Path, *, num_ranks: int) -> Failure | None:
 def _log(folder: Path, rank: int) -> Path | None:
     path = log_path(folder, rank)
     return path if path.is_file() and path.stat().st_size else None
-
-
-def _memory_hint(name: str) -> str:
-    return " (often: out of memory)" if name == "SIGKILL" else ""
 
 
 def _end(processes: _Processes, grace_s: float) -> None:

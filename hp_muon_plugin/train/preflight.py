@@ -20,6 +20,7 @@ from hp_muon_plugin.megatron.versions import CoreVersion, core_version
 from hp_muon_plugin.models.gpt_specs import gpt_specs, padded_vocab_size
 from hp_muon_plugin.muon.routing import Algorithm, route_parameters
 from hp_muon_plugin.muon.rule_file import load_table
+from hp_muon_plugin.train.environment import chosen_start
 from hp_muon_plugin.train.probe import probe_folder
 from hp_muon_plugin.train.text import build_pydoc_dataset, pydoc_tokens, unwritable_cache, vocabulary_size
 from hp_muon_plugin.train.token_checks import check_parts, open_files
@@ -49,7 +50,7 @@ def check_plan(config: Train) -> None:
 
 
 def check_machine(config: Train) -> None:
-    """Check what only a real run needs: megatron-core, hooks, and a folder for the data.
+    """Check what only a real run needs: megatron-core, variables, and a folder for the data.
 
     The built-in text is written here.
 
@@ -57,10 +58,12 @@ def check_machine(config: Train) -> None:
         config: Options that :func:`check_plan` accepts.
 
     Raises:
-        ConfigError: If this megatron-core cannot train it, or a folder cannot be written to.
+        ConfigError: If this megatron-core cannot train it, ``HP_MUON_START`` is no way to start ranks, or a folder
+            cannot be written to.
         HookError: If megatron-core is missing, or ``HP_MUON_HOOKS`` leaves out what is needed.
     """
     check_lane(config)
+    chosen_start(os.environ)
     if isinstance(config.optimizer, HpMuon):
         check_hooks_variable(os.environ.get(HOOKS_VARIABLE), core_version())
     _check_writable(config.data.cache_dir)

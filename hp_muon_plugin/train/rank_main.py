@@ -1,4 +1,4 @@
-"""What our launcher starts: ``python -m hp_muon_plugin.train.rank_main CONFIG FOLDER``.
+"""A rank of our launcher: ``python -m hp_muon_plugin.train.rank_main CONFIG FOLDER``, or forked by ``nursery.py``.
 
 No rank may outlive a launcher that is killed, also while it still imports. So this module imports
 nothing but the standard library, and the rank's own imports come after the system was asked.
@@ -25,6 +25,13 @@ def die_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def import_ahead() -> None:
+    """Import what ranks need, in a process that forks them."""
+    from hp_muon_plugin.train.import_ahead import import_ahead
+
+    import_ahead()
 
 
 def main() -> None:

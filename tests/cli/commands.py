@@ -40,7 +40,7 @@ def hp_muon(*arguments: str, folder: Path, timeout: float = 60, **environment: s
     )
 
 
-def started(tmp_path: Path, *arguments: str) -> "subprocess.Popen[str]":
+def started(tmp_path: Path, *arguments: str, **environment: str) -> "subprocess.Popen[str]":
     """A long run, once both ranks are training."""
     process = subprocess.Popen(
         [*CLI, "train", *TINY, "run.steps=100000", "run.name=long", "topology.timeout_s=60", *arguments],
@@ -48,6 +48,7 @@ def started(tmp_path: Path, *arguments: str) -> "subprocess.Popen[str]":
         stderr=subprocess.PIPE,
         text=True,
         cwd=tmp_path,
+        env={**os.environ, **environment},
     )
     wait_for_steps(tmp_path / "outputs" / "long" / "metrics.jsonl", process)
     return process
@@ -64,10 +65,26 @@ def wait_for_steps(log: Path, process: "subprocess.Popen[str]") -> None:
 
 
 def workers_of(parent: int) -> list[int]:
-    listed = subprocess.run(
-        ["ps", "-o", "pid=,args=", "--ppid", str(parent)], capture_output=True, text=True, check=False
-    )  # ps ends with 1 where there is none
-    return [int(line.split()[0]) for line in listed.stdout.splitlines() if "hp_muon_plugin.train.rank_main" in line]
+    """Ranks of a launcher, and the process that has forked them, if one has."""
+    listed = subprocess.run(["ps", "-eww", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True)
+    processes = [line.split(maxsplit=2) for line in listed.stdout.splitlines()]
+    ranks = [(int(pid), int(ppid)) for pid, ppid, args in processes if "hp_muon_plugin.train." in args]
+    ours = {parent}
+    for _ in range(2):
+        ours |= {pid for pid, ppid in ranks if ppid in ours}
+    return sorted(ours - {parent})
+
+
+def ranks_of(parent: int) -> dict[int, int]:
+    """Process of each rank of a launcher: a forked one is called so, another has it in its environment."""
+    found = {}
+    for pid in workers_of(parent):
+        name = Path(f"/proc/{pid}/comm").read_text()
+        environ = Path(f"/proc/{pid}/environ").read_text()
+        told = re.match(r"hp-muon rank (\d+)$", name) or re.search(r"\0RANK=(\d+)", environ)
+        if told:
+            found[int(told[1])] = pid
+    return found
 
 
 def assert_gone(pids: list[int]) -> None:

@@ -9,20 +9,23 @@ import time
 from pathlib import Path
 
 import pytest
-from cli.commands import CLI, TINY, assert_gone, hp_muon, is_running, started, workers_of
+from cli.commands import CLI, TINY, assert_gone, hp_muon, is_running, ranks_of, started, workers_of
+
+from hp_muon_plugin.train.environment import START
 
 # what these start is at the mercy of what else the machine does: once more before it counts
 pytestmark = pytest.mark.flaky(reruns=1)
+BOTH_WAYS = pytest.mark.parametrize("start", ["auto", "fresh"])
 
 
 @pytest.mark.slow  # starts two real ranks
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_rank_ends_the_others_with_the_cause(victim: int, tmp_path: Path) -> None:
-    process = started(tmp_path)
+@pytest.mark.parametrize(("victim", "start"), [(0, "auto"), (1, "auto"), (1, "fresh")])
+def test_a_killed_rank_ends_the_others_with_the_cause(victim: int, start: str, tmp_path: Path) -> None:
+    process = started(tmp_path, **{START: start})
     pids = workers_of(process.pid)
-    environ = {pid: Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in pids}
-    pid = next(pid for pid in pids if f"RANK={victim}".encode() in environ[pid])
-    os.kill(pid, signal.SIGKILL)
+    ranks = ranks_of(process.pid)
+    assert (sorted(ranks), len(pids)) == ([0, 1], 3 if start == "auto" else 2)
+    os.kill(ranks[victim], signal.SIGKILL)
     _, stderr = process.communicate(timeout=20)
     assert process.returncode == 1
     assert f"hp-muon: rank {victim} failed: was killed by SIGKILL (often: out of memory)" in stderr
@@ -34,8 +37,7 @@ def test_a_killed_rank_ends_the_others_with_the_cause(victim: int, tmp_path: Pat
 def test_a_silent_rank_ends_the_run_within_the_timeout(tmp_path: Path) -> None:
     process = started(tmp_path, "topology.timeout_s=5")
     pids = workers_of(process.pid)
-    environ = {pid: Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in pids}
-    os.kill(next(pid for pid in pids if b"RANK=1" in environ[pid]), signal.SIGSTOP)
+    os.kill(ranks_of(process.pid)[1], signal.SIGSTOP)
     began = time.monotonic()
     _, stderr = process.communicate(timeout=40)
     assert time.monotonic() - began < 20
@@ -46,10 +48,15 @@ def test_a_silent_rank_ends_the_run_within_the_timeout(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow  # starts the command
-def test_ranks_that_still_import_end_with_a_killed_launcher(tmp_path: Path) -> None:
+@BOTH_WAYS
+def test_ranks_that_still_import_end_with_a_killed_launcher(start: str, tmp_path: Path) -> None:
     """They asked to die with the launcher after their imports, and stayed for ever."""
     process = subprocess.Popen(
-        [*CLI, "train", *TINY], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=tmp_path
+        [*CLI, "train", *TINY],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        cwd=tmp_path,
+        env={**os.environ, START: start},
     )
     deadline = time.monotonic() + 30
     pids: list[int] = []
@@ -65,8 +72,9 @@ def test_ranks_that_still_import_end_with_a_killed_launcher(tmp_path: Path) -> N
 
 
 @pytest.mark.slow  # starts two real ranks
-def test_ranks_end_with_a_killed_launcher(tmp_path: Path) -> None:
-    process = started(tmp_path)
+@BOTH_WAYS
+def test_ranks_end_with_a_killed_launcher(start: str, tmp_path: Path) -> None:
+    process = started(tmp_path, **{START: start})
     pids = workers_of(process.pid)
     process.kill()
     process.communicate(timeout=20)
@@ -124,15 +132,21 @@ def test_a_bad_token_behind_the_checked_ones_is_named_by_its_rank(tmp_path: Path
 
 
 @pytest.mark.slow  # starts two real ranks
-def test_what_a_rank_started_ends_with_the_run(tmp_path: Path) -> None:
+@BOTH_WAYS
+def test_what_a_rank_started_ends_with_the_run(start: str, tmp_path: Path) -> None:
     """Megatron's writers of checkpoints are processes of their own, and stayed behind."""
     (tmp_path / "sitecustomize.py").write_text(
         "import os, subprocess\n"
-        "if 'LOCAL_RANK' in os.environ:\n"
+        "import hp_muon_plugin.train.worker as worker\n"
+        "run_rank = worker.run_rank\n"
+        "def start_child_too(config, folder):\n"
         "    child = subprocess.Popen(['sleep', '300'], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)\n"
         f"    open(f'{tmp_path}/child.' + os.environ['RANK'], 'w').write(str(child.pid))\n"
+        "    run_rank(config, folder)\n"
+        "worker.run_rank = start_child_too\n"
     )
-    done = hp_muon("train", *TINY, "run.steps=2", folder=tmp_path, PYTHONPATH=str(tmp_path))
+    path = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
+    done = hp_muon("train", *TINY, "run.steps=2", folder=tmp_path, PYTHONPATH=path, **{START: start})
     assert done.returncode == 0, done.stderr
     children = [int((tmp_path / f"child.{rank}").read_text()) for rank in range(2)]
     assert not [pid for pid in children if is_running(pid)]

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from cli.commands import CLI, TINY, assert_gone, pieces, started, wait_for_steps, without_escapes, workers_of
 
+from hp_muon_plugin.train.environment import START
+
 # what these start is at the mercy of what else the machine does: once more before it counts
 pytestmark = pytest.mark.flaky(reruns=1)
 
@@ -26,16 +28,18 @@ def interrupted_after(seconds: float, *arguments: str, folder: Path) -> tuple[in
 
 
 @pytest.mark.slow  # starts two real ranks
-@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 130)])
-def test_ctrl_c_ends_every_rank_promptly_with_one_message(sent: signal.Signals, code: int, tmp_path: Path) -> None:
-    process = started(tmp_path)
+@pytest.mark.parametrize(
+    ("sent", "start"), [(signal.SIGINT, "auto"), (signal.SIGTERM, "auto"), (signal.SIGINT, "fresh")]
+)
+def test_ctrl_c_ends_every_rank_promptly_with_one_message(sent: signal.Signals, start: str, tmp_path: Path) -> None:
+    process = started(tmp_path, **{START: start})
     pids = workers_of(process.pid)
-    assert len(pids) == 2
+    assert len(pids) == (3 if start == "auto" else 2)
     began = time.monotonic()
     process.send_signal(sent)
     _, stderr = process.communicate(timeout=20)
     assert time.monotonic() - began < 8
-    assert process.returncode == code
+    assert process.returncode == 130
     note = "hp-muon: interrupted; every rank has ended, and metrics up to the last step are in outputs/long\n"
     assert stderr.count(note) == 1
     assert "Traceback" not in stderr

@@ -113,6 +113,10 @@ def test_a_corrupt_index_is_one_message_and_exit_code_2(tmp_path: Path) -> None:
         ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK=x: must be a number that is not negative"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR=: is not set"),
         ({"HP_MUON_HOOKS": "nonsense"}, "hp-muon: HP_MUON_HOOKS=nonsense: there is no hook 'nonsense'"),
+        (
+            {"HP_MUON_START": "forked"},
+            "HP_MUON_START=forked: is no way to start ranks\n  fix: unset it, or choose among",
+        ),
         ({"HP_MUON_HOOKS": "guard"}, "HP_MUON_HOOKS=guard: without the hook optimizer Megatron does not know"),
     ],
 )

@@ -13,6 +13,7 @@ import pytest
 from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.config.trainer import Train
 from hp_muon_plugin.train import launch
+from hp_muon_plugin.train.environment import START
 from hp_muon_plugin.train.launch import Interrupted, launch_ranks
 from hp_muon_plugin.train.rank_main import LAUNCHER
 
@@ -45,6 +46,7 @@ class Started(list["subprocess.Popen[bytes]"]):
 
 def started(monkeypatch: pytest.MonkeyPatch, commands: list[list[str] | None]) -> Started:
     ranks = Started(commands)
+    monkeypatch.setenv(START, "fresh")
     monkeypatch.setattr(launch, "_start", ranks)
     return ranks
 
