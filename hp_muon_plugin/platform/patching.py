@@ -94,6 +94,9 @@ def aliases(target: Any, is_searched: Callable[[str], bool]) -> list[tuple[Modul
     """
     found = []
     for module_name, module in list(sys.modules.items()):
-        if isinstance(module, ModuleType) and is_searched(module_name):
-            found += [(module, name) for name, value in list(vars(module).items()) if value is target]
+        if not (isinstance(module, ModuleType) and is_searched(module_name)):
+            continue
+        held = vars(module).copy()
+        if id(target) in map(id, held.values()):  # so few modules hold it that the names of all others cost too much
+            found += [(module, name) for name, value in held.items() if value is target]
     return found
