@@ -18,6 +18,20 @@ except ImportError:  # lane environments have no hypothesis
     pass
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Give each of several test processes cores of its own, or one core where there are fewer cores than processes.
+
+    Ranks mostly wake each other. On one core, and without preempting who wakes them, that takes an eighth less time of
+    the processor: 52 s of it became 42 to 46 s in two files of lane tests.
+    """
+    worker = getattr(config, "workerinput", None)
+    if worker is None or not hasattr(os, "sched_setaffinity"):
+        return
+    cores, number = sorted(os.sched_getaffinity(0)), int(worker["workerid"].removeprefix("gw"))
+    os.sched_setaffinity(0, cores[number :: worker["workercount"]] or [cores[number % len(cores)]])
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Everything under tests/lane needs megatron-core and runs once per lane."""
     for item in items:
