@@ -7,7 +7,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from cli.commands import CLI, TINY, hp_muon
+from cli.commands import CLI, TINY, hp_muon, hp_muon_alone
 
 
 @pytest.mark.parametrize(
@@ -89,6 +89,31 @@ def test_jobs_of_a_refused_sweep_leave_no_folders(tmp_path: Path) -> None:
     assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()] == [
         "outputs/train/multirun.yaml"  # Hydra's own
     ]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train", "optimizer.momentm=0.3"],
+        ["train", "topology.ranks=0", "run.micro_batch_size=0"],
+        ["plan", "dp=hp_fsdp", "topology.ranks=4", "model=tiny_dense"],
+        ["train", "--cfg", "job", "run.seed=7"],
+        ["train", "hydra.run.dir=here", "--dry-run"],
+        ["trian"],
+        [],
+    ],
+)
+def test_a_command_that_these_tests_fork_is_the_command(arguments: list[str], tmp_path: Path) -> None:
+    """Most tests here run it without the start of an interpreter."""
+    folders = [tmp_path / "forked", tmp_path / "alone"]
+    for folder in folders:
+        folder.mkdir()
+    forked, alone = (
+        run(*arguments, folder=folder) for run, folder in zip((hp_muon, hp_muon_alone), folders, strict=True)
+    )
+    assert (forked.returncode, forked.stdout, forked.stderr) == (alone.returncode, alone.stdout, alone.stderr)
+    left = [sorted(str(path.relative_to(folder)) for path in folder.rglob("*")) for folder in folders]
+    assert left[0] == left[1]
 
 
 @pytest.mark.skipif(metadata.version("omegaconf") >= "2.4", reason="this OmegaConf fills a part that is null")

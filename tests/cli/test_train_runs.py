@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli.commands import CLI, TINY, hp_muon, pieces, started, without_escapes
+from cli.commands import CLI, TINY, hp_muon, hp_muon_alone, pieces, started, without_escapes
 
 # what these start is at the mercy of what else the machine does: once more before it counts
 pytestmark = pytest.mark.flaky(reruns=1)
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.flaky(reruns=1)
 
 @pytest.mark.slow  # starts two real ranks
 def test_two_ranks_train_and_write_metrics(tmp_path: Path) -> None:
-    done = hp_muon("train", *TINY, "topology.ep=2", "run.steps=3", "run.name=small", folder=tmp_path)
+    done = hp_muon_alone("train", *TINY, "topology.ep=2", "run.steps=3", "run.name=small", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert re.search(r"step 1/3  loss \d\.\d+  [\d,]+ tokens/s  optimizer [\d.]+ ms  [\d,]+ MiB", done.stdout)
     assert re.search(r"step 3: held-out loss [\d.]+ nats/token \(unigram entropy of the text: [\d.]+\)", done.stdout)
