@@ -39,13 +39,12 @@ def _trained(launch: Launch, model: Model, topology: Topology, divide: bool, pre
     return weights, ready.norms, ready.losses, ready.optimizer.optimizer.num_orthogonalized
 
 
+# What depends on megatron-core's version is in every lane: whom ranks share weights with, and how they divide them
+# (test_share_plans.py), and training with outer=replicate over experts (test_combinations.py).
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("name", "topology"),
-    [
-        ("moe", EP),
-        pytest.param("dense", Topology(), marks=pytest.mark.once),
-        pytest.param("dense", TP, marks=pytest.mark.once),
-    ],
+    [("moe", EP), ("dense", Topology()), ("dense", TP)],
     ids=["moe-ep2", "dense", "dense-tp2"],
 )
 def test_divided_replicas_equal_undivided_ones_and_one_process(name: str, topology: Topology) -> None:
