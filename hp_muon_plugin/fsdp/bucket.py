@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hp_muon_plugin.fsdp.channels import Channels
 from hp_muon_plugin.fsdp.mesh import ShardMesh
 from hp_muon_plugin.fsdp.packing import Packing, Unpacking
 from hp_muon_plugin.fsdp.parameter import Original, Parameter
@@ -31,6 +32,7 @@ class Bucket:
         reduce_dtype: Type of gradient buffers.
         grad: ``(shard_numel,)`` reduced gradient in ``reduce_dtype``, from :meth:`attach_grad`.
         grad_views: The same for each parameter, in the shape of its shard.
+        channels: Of its messages; the model numbers its buckets.
         unused: Parameters that this rank did not use for what was reduced last.
         divisor: By what summed gradients are divided.
     """
@@ -50,6 +52,7 @@ class Bucket:
         first = originals[0].parameter
         self.layout, self.mesh, self._wire = layout, mesh, wire
         self.shard_axis = shard_axis  # an axis of one rank for replicated parameters
+        self.channels = Channels(shard_axis, 0)
         self.is_trainable = first.requires_grad
         self.compute_dtype = param_dtype if param_dtype is not None and first.is_floating_point() else first.dtype
         self.reduce_dtype = reduce_dtype or self.compute_dtype
@@ -157,7 +160,7 @@ class Bucket:
             What to wait for.
         """
         # shard axis, shard_numel * itemsize bytes from each rank; the unit's forward or backward waits
-        return self._gather(flat, self.compute, self.shard_axis)
+        return self._gather(flat, self.compute, self.channels.gather)
 
     def gather_near(self, flat: torch.Tensor, kept: torch.Tensor, near: AxisGroup | None) -> Handle:
         """Begin to gather the bucket from neighbours that keep parts of it.
@@ -172,7 +175,7 @@ class Bucket:
         """
         assert near is not None
         # part of the shard axis, num_shards * shard_numel * itemsize / near.size bytes from each; backward waits
-        return self._wire.all_gather(flat, kept, near)
+        return self._wire.all_gather(flat, kept, self.channels.near(near))
 
     def attach_grad(self, flat: torch.Tensor) -> None:
         """Give reduced gradients their place.
@@ -243,7 +246,7 @@ class Bucket:
             stage = self._packing.stage(full)
             self._packing.pack(full, stage)
             full = stage
-        return self._wire.reduce_scatter(out, full, self.shard_axis)
+        return self._wire.reduce_scatter(out, full, self.channels.reduce)
 
     def rebase(self, flat: torch.Tensor) -> None:
         """Let the compute shard lie elsewhere, and with it the shards if they are of the same type.

@@ -7,6 +7,7 @@ import torch
 from hp_muon_plugin.config.choices import OuterMode
 from hp_muon_plugin.fsdp.bucket import Bucket
 from hp_muon_plugin.fsdp.buffers import Slot, slots
+from hp_muon_plugin.fsdp.channels import Channels
 from hp_muon_plugin.fsdp.gradient_hooks import run_hooks
 from hp_muon_plugin.fsdp.guards import note_parts
 from hp_muon_plugin.fsdp.outer import Group
@@ -33,6 +34,8 @@ class Reducer:
         self.syncs = self.all_reduces = self.leaves_unused_alone = True
         self._hooked: list[torch.nn.Parameter] = []
         self.listener: GradientListener | None = None
+        for number, bucket in enumerate((bucket for unit in units for bucket in unit.buckets), start=1):
+            bucket.channels = Channels(bucket.shard_axis, number)
         self._group = {id(bucket): group for group in groups for bucket in group.buckets}
         note_parts(bucket for group in groups if group.mode is not OuterMode.replicate for bucket in group.buckets)
         self._queue: list[Unit] = []

@@ -25,12 +25,15 @@ class AxisGroup:
         size: Ranks on it.
         index: This rank's place on it.
         group: The process group; None for an axis of one rank, where no collective runs.
+        channel: What messages on the CPU are about, 0 to ``direct.NUM_CHANNELS`` - 1. A rank that waits for those of
+            one channel does not take another's for them, though they come first and are as long.
     """
 
     axis: str
     size: int
     index: int
     group: dist.ProcessGroup | None
+    channel: int = 0
 
     @classmethod
     def from_group(cls, axis: str, group: dist.ProcessGroup) -> "AxisGroup":

@@ -21,8 +21,9 @@ from hp_muon_plugin.platform.collectives import AxisGroup
 from hp_muon_plugin.platform.failures import NotBegun
 
 Started = dist.Work | NotBegun | None
-_TAG = 0x6D75  # messages of one pair of ranks arrive in the order in which they were sent, so that one is enough
+_TAG = 0x6D75  # of channel 0: messages of one tag arrive in the order in which they were sent
 _FIRST_EARLY_TAG, _NUM_EARLY_TAGS = 1 << 24, 1 << 24
+NUM_CHANNELS = _FIRST_EARLY_TAG - _TAG
 _early_tags: "weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]]" = weakref.WeakKeyDictionary()
 
 
@@ -88,21 +89,23 @@ def exchange(
     arriving: Mapping[int, torch.Tensor],
     *,
     expected: Expected | None = None,
+    channel: int = 0,
 ) -> list[Started]:
     """Begin to send to and to receive from other ranks.
 
     Args:
-        group: Theirs; all of them issue their messages in the same order.
+        group: Theirs; all of them issue their messages of a channel in the same order.
         leaving: By place, what is sent there.
         arriving: By place, what receives what comes from there.
         expected: Their announcement, if there was one: then what arrives is under way.
+        channel: See :class:`AxisGroup`.
 
     Returns:
         What to wait for.
     """
     if expected is not None:
         return expected.works + _begun(group, leaving, {}, expected.tag)
-    return _begun(group, leaving, arriving, _TAG)
+    return _begun(group, leaving, arriving, _TAG + channel % NUM_CHANNELS)
 
 
 def gather(output: torch.Tensor, source: torch.Tensor, axis: AxisGroup, group: dist.ProcessGroup) -> list[Started]:
@@ -119,7 +122,8 @@ def gather(output: torch.Tensor, source: torch.Tensor, axis: AxisGroup, group: d
     """
     slices, places = output.view(axis.size, source.numel()), others(axis)
     # (size - 1) / size of output arrives on each rank
-    return exchange(group, dict.fromkeys(places, source), {place: slices[place] for place in places})
+    arriving = {place: slices[place] for place in places}
+    return exchange(group, dict.fromkeys(places, source), arriving, channel=axis.channel)
 
 
 def broadcast(

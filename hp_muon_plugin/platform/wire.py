@@ -140,7 +140,7 @@ class C10dWire:
         scratch = self._scratch.take((axis.size - 1) * output.numel(), source.dtype)
         arriving = dict(zip(others(axis), scratch.view(axis.size - 1, output.numel()), strict=True))
         # (size - 1) / size of source leaves each rank, half of what gloo's own reduce-scatter sends
-        works = exchange(group, {place: rows[place] for place in arriving}, arriving)
+        works = exchange(group, {place: rows[place] for place in arriving}, arriving, channel=axis.channel)
 
         def add() -> None:
             self._sum_rows(output, [arriving.get(place, row) for place, row in enumerate(rows)])
