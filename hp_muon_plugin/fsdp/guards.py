@@ -1,11 +1,12 @@
 """What torch offers for plain tensors and would do to shards without a word.
 
 A shard is an ordinary parameter, so torch's own tools take it for a whole one, which is the same on every
-rank. Three of them then give wrong training, or a checkpoint without most of the model. They refuse shards
-once ``hp_fully_shard`` was called, and do with all other parameters what they always did.
+rank. Some of them then give wrong training; :mod:`hp_muon_plugin.fsdp.saving` has those that give a checkpoint
+without most of the model. They refuse shards once ``hp_fully_shard`` was called, and do with all other parameters
+what they always did.
 """
 
-import weakref
+import math
 from collections.abc import Callable, Iterable
 from functools import cache, wraps
 from typing import Any
@@ -13,42 +14,33 @@ from typing import Any
 import torch
 import torch.nn.utils.clip_grad as clip_grad
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from hp_muon_plugin.errors import ConfigError
 from hp_muon_plugin.fsdp.bucket import Bucket
-from hp_muon_plugin.fsdp.stale import stepped_optimizers
-from hp_muon_plugin.platform.patching import Patcher, Replacement
+from hp_muon_plugin.fsdp.parts import is_part, mark_parts, part_gradients
+from hp_muon_plugin.fsdp.saving import saving_guards
+from hp_muon_plugin.platform.patching import Patcher, Replacement, aliases
 
-_PART = "_hp_fsdp_part"
-_MODULES: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+_OWN_NORM = "_hp_fsdp_own_norm"
+_FIX = (
+    "hp_muon_plugin.fsdp.norms.clip_grad_norm_(model, max_norm); or leave it out with hp_muon, whose "
+    "optimizer.clip_grad clips by the whole norm"
+)
 
 
 def note_parts(buckets: Iterable[Bucket]) -> None:
-    """Mark parameters of which other ranks hold or update other parts.
+    """Mark parameters of which other ranks hold or update other parts, and refuse them where torch misreads them.
 
     Args:
         buckets: Whose weights are divided.
     """
-    for bucket in buckets:
-        for parameter in bucket.parameters:
-            setattr(parameter.sharded, _PART, True)
-            _MODULES.update(module for module, _ in parameter.places)
+    mark_parts(buckets)
     _install()
-
-
-def is_part(parameter: object) -> bool:
-    """Whether other ranks hold or update other parts of what this parameter is a shard of.
-
-    Args:
-        parameter: Of any model.
-    """
-    return hasattr(parameter, _PART) and hasattr(parameter, "hp_shard")  # the mark is copied to whole ones, too
 
 
 @cache
 def _install() -> None:
-    from torch.distributed.checkpoint import default_planner  # half a second, which no other part of this package needs
-
     Patcher().apply(
         (
             Replacement(
@@ -56,8 +48,10 @@ def _install() -> None:
                 "_clip_grads_with_norm_",
                 _clipping,
                 "clip_grad_norm_ scales each rank's shards by the norm of these alone. It looks this helper up when it "
-                "runs, whoever imported it; the public clip_grads_with_norm_, which takes a norm, is left alone",
+                "runs, whoever imported it",
             ),
+            *_public("get_total_norm", _measuring, "what it says of shards is not the model's norm"),
+            *_public("clip_grads_with_norm_", _scaling, "that norm would be another one on every rank"),
             Replacement(
                 torch.amp.GradScaler,
                 "_unscale_grads_",
@@ -65,13 +59,23 @@ def _install() -> None:
                 "a rank whose own shards are finite takes a step that another leaves out, and scales differ after it",
             ),
             Replacement(
-                default_planner,
-                "create_default_local_save_plan",
-                _saving,
-                "plain tensors of one name count as copies, of which one rank's is written",
+                DistributedDataParallel,
+                "__init__",
+                _replicating,
+                "it sends rank 0's shards to all other ranks, as their weights",
             ),
+            *saving_guards(),
         )
     )
+
+
+def _public(name: str, make: Callable[[Any], Any], why: str) -> list[Replacement]:
+    """Replacements of a function of ``torch.nn.utils`` wherever it was imported by name; older torch has none."""
+    function = getattr(torch.nn.utils, name, None)
+    if function is None:
+        return []
+    found = aliases(function, lambda module: module != clip_grad.__name__)  # there it is clip_grad_norm_'s helper
+    return [Replacement(module, alias, make, why) for module, alias in found]
 
 
 def _clipping(original: Callable[..., None]) -> Callable[..., None]:
@@ -83,10 +87,60 @@ def _clipping(original: Callable[..., None]) -> Callable[..., None]:
                 "torch.nn.utils.clip_grad_norm_",
                 "parameters of hp_fully_shard",
                 "the norm is that of this rank's shards alone, so that every rank would scale by another factor",
-                "hp_muon_plugin.fsdp.norms.clip_grad_norm_(model, max_norm); or leave it out with hp_muon, whose "
-                "optimizer.clip_grad clips by the whole norm",
+                _FIX,
             )
         original(found, *arguments, **options)
+
+    return checked
+
+
+def _measuring(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The norm of shards is right for these: it is marked until it is brought together with other ranks'."""
+
+    @wraps(original)
+    def marked(tensors: Any, norm_type: float = 2.0, *arguments: Any, **options: Any) -> torch.Tensor:
+        found = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        own = set(map(id, part_gradients()))
+        is_own = any(id(tensor) in own for tensor in found)
+        if is_own:
+            found = [tensor for tensor in found if tensor.numel()]  # torch refuses a maximum of nothing
+        norm = original(found, norm_type, *arguments, **options)
+        if is_own and not math.isinf(norm_type):  # a maximum may be all-reduced in place
+            setattr(norm, _OWN_NORM, norm._version)
+        return norm
+
+    return marked
+
+
+def _scaling(original: Callable[..., None]) -> Callable[..., None]:
+    @wraps(original)
+    def checked(parameters: Any, max_norm: float, total_norm: torch.Tensor, *arguments: Any, **options: Any) -> None:
+        found = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        is_own = getattr(total_norm, _OWN_NORM, None) == getattr(total_norm, "_version", 0)
+        if is_own and any(is_part(parameter) for parameter in found):
+            raise ConfigError(
+                "torch.nn.utils.clip_grads_with_norm_",
+                "what get_total_norm says of parameters of hp_fully_shard",
+                "is the norm of this rank's shards alone, so that every rank would scale by another factor",
+                _FIX,
+            )
+        original(found, max_norm, total_norm, *arguments, **options)
+
+    return checked
+
+
+def _replicating(original: Callable[..., None]) -> Callable[..., None]:
+    @wraps(original)
+    def checked(self: Any, module: nn.Module, *arguments: Any, **options: Any) -> None:
+        name = next((name for name, parameter in module.named_parameters() if is_part(parameter)), None)
+        if name is not None:
+            raise ConfigError(
+                type(self).__name__,
+                name,
+                "is a shard of hp_fully_shard, which rank 0 would send to all other ranks as their weights",
+                "leave the wrapper out: gradients of hp_fully_shard are averaged; a mesh of two axes replicates",
+            )
+        original(self, module, *arguments, **options)
 
     return checked
 
@@ -105,37 +159,3 @@ def _unscaling(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, optimizer, *arguments, **options)
 
     return checked
-
-
-def _saving(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def checked(state_dict: dict[str, Any], is_coordinator: bool) -> Any:
-        places = _places()
-        for name, value in state_dict.items():
-            is_plain = type(value) in (torch.Tensor, nn.Parameter)
-            if is_plain and value.numel() and (value.device, value.data_ptr()) in places:
-                raise ConfigError(
-                    "torch.distributed.checkpoint",
-                    name,
-                    "is this rank's shard, and torch takes plain tensors of one name for copies: it would keep one "
-                    "rank's and lose the others",
-                    "save hp_muon_plugin.fsdp.whole.full_state_dict(model), or each rank's state_dict() in a file of "
-                    "its own with torch.save",
-                )
-        return original(state_dict, is_coordinator)
-
-    return checked
-
-
-def _places() -> set[tuple[torch.device, int]]:
-    """Where shards and their optimizers' states lie. Scalars are the same on all ranks, as counts of steps."""
-    shards = [p for module in _MODULES for p in module._parameters.values() if p is not None and is_part(p)]
-    states = [
-        value
-        for optimizer in stepped_optimizers()
-        for parameter, state in optimizer.state.items()
-        if is_part(parameter)
-        for value in state.values()
-        if isinstance(value, torch.Tensor) and value.dim()
-    ]
-    return {(value.device, value.data_ptr()) for value in [*shards, *states] if value.numel()}

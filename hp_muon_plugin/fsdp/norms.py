@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from hp_muon_plugin.config.choices import OuterMode
+from hp_muon_plugin.errors import ConfigError
 from hp_muon_plugin.fsdp.api import schedule_of
 from hp_muon_plugin.fsdp.schedule import Schedule
 from hp_muon_plugin.muon.clipping import norms_of
@@ -29,10 +30,14 @@ def grad_norm(module: nn.Module, *, norm_type: float = 2.0, axes_of: AxesOf | No
 
     Returns:
         0-dim float32, the same on every rank. Nothing is read by the host.
+
+    Raises:
+        ConfigError: If there is no such norm.
     """
     schedule = schedule_of(module)
     is_max = norm_type == float("inf")
-    assert is_max or norm_type == 2.0, norm_type
+    if not is_max and norm_type != 2.0:
+        raise ConfigError("norm_type", norm_type, "is neither 2 nor infinity", "norm_type=2.0 or norm_type=math.inf")
     total = torch.zeros((), device=schedule.device)
     for axes, grads in _by_axes(schedule, axes_of).items():
         part = torch.zeros((), device=schedule.device)

@@ -8,8 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.utils import clip_grad_norm_ as imported_before
@@ -58,6 +64,51 @@ def test_clipping_by_the_norm_of_a_rank_is_refused(ranks: int, outer: str) -> No
         assert "fsdp.norms.clip_grad_norm_(model, max_norm)" in refusal
         assert is_kept
         assert norm == pytest.approx(1e-3, rel=1e-2)
+
+
+def _clipped_as_torchtitan_does(launch: Launch, norm_type: float) -> tuple[str, float, float]:
+    joined(launch)
+    model = _model(launch.world_size)
+    loss(model, tokens(0, 0, launch.rank)).backward()
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    whole = float(grad_norm(model, norm_type=norm_type))
+    own = torch.nn.utils.get_total_norm(grads, norm_type)
+    refusal = ""
+    if math.isinf(norm_type):
+        dist.all_reduce(own, op=dist.ReduceOp.MAX)
+    else:
+        refusal = _refusal(lambda: torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1e-3, own))
+        dist.all_reduce(own.square_())
+        own.sqrt_()
+    torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1e-3, own)
+    return refusal, float(own) / whole, float(grad_norm(model, norm_type=norm_type))
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_a_norm_of_shards_clips_only_once_ranks_have_brought_it_together(norm_type: float) -> None:
+    """torchtitan asks a DTensor for the whole norm, and takes what is none as it is: each rank's own factor."""
+    for refusal, share, norm in run_ranks(2, _clipped_as_torchtitan_does, norm_type):
+        assert math.isinf(norm_type) or "fsdp.norms.clip_grad_norm_(model, max_norm)" in refusal
+        assert share == pytest.approx(1.0, rel=1e-5)
+        assert norm == pytest.approx(1e-3, rel=1e-2)
+
+
+def _replicated(launch: Launch) -> list[str]:
+    joined(launch)
+    model = _model(launch.world_size)
+    refused = [
+        _refusal(lambda: nn.parallel.DistributedDataParallel(model)),
+        _refusal(lambda: grad_norm(model, norm_type=1.0)),
+    ]
+    nn.parallel.DistributedDataParallel(nn.Linear(3, 3))
+    return refused
+
+
+def test_a_wrapper_that_would_send_shards_to_all_ranks_is_refused() -> None:
+    """Shards of equal shapes became rank 0's on all ranks; others ended in a timeout. A norm was an AssertionError."""
+    for wrapper, norm in run_ranks(2, _replicated):
+        assert "embedding.weight: is a shard of hp_fully_shard" in wrapper
+        assert "norm_type=1.0: is neither 2 nor infinity" in norm
 
 
 def _whole(launch: Launch, outer: str) -> float:
@@ -125,6 +176,14 @@ def test_a_scaler_that_asks_no_other_rank_is_refused_and_torchs_sharded_one_work
         assert is_same
 
 
+def _copies(model: nn.Module) -> list[dict[str, Any]]:
+    """What lies elsewhere, as ``cpu_offload`` and hand-written copies make it."""
+    return [
+        get_model_state_dict(model, options=StateDictOptions(cpu_offload=True)),
+        {name: value.to(torch.bfloat16) for name, value in model.state_dict().items()},
+    ]
+
+
 def _saved(launch: Launch, folder: Path) -> tuple[list[str], bool]:
     joined(launch)
     model = _model(launch.world_size)
@@ -133,11 +192,20 @@ def _saved(launch: Launch, folder: Path) -> tuple[list[str], bool]:
     optimizer.step()
     refusals = []
     for number, state in enumerate((model.state_dict(), optimizer.state_dict())):
+        saved = {"state": state}
+        refusals.append(
+            _refusal(lambda saved=saved, number=number: dcp.save(saved, checkpoint_id=folder / f"{number}"))
+        )
+        refusals.append(_refusal(lambda saved=saved: dcp.async_save(saved, checkpoint_id=folder / "async")))
+    for number, copied in enumerate(_copies(model)):
         try:
-            dcp.save({"state": state}, checkpoint_id=folder / str(number))
+            dcp.save({"state": {"model": copied}}, checkpoint_id=folder / f"copy{number}")
             refusals.append("")
-        except dcp.api.CheckpointException as error:
+        except (ConfigError, dcp.api.CheckpointException) as error:  # cpu_offload copies no tensor of the CPU
             refusals.append(str(error))
+    whole_options = StateDictOptions(full_state_dict=True)
+    refusals.append(_refusal(lambda: get_model_state_dict(model, options=whole_options)))
+    refusals.append(_refusal(lambda: get_optimizer_state_dict(model, optimizer, options=whole_options)))
     whole = full_state_dict(model)
     dcp.save(whole, checkpoint_id=folder / "whole")
     found = {name: torch.zeros_like(value) for name, value in whole.items()}
@@ -148,5 +216,6 @@ def _saved(launch: Launch, folder: Path) -> tuple[list[str], bool]:
 def test_a_distributed_checkpoint_of_one_ranks_shards_is_refused(tmp_path: Path) -> None:
     """It kept one rank's shards of weights and of optimizer state, and was written without a word."""
     for refusals, is_same in run_ranks(2, _saved, tmp_path):
-        assert all("full_state_dict" in refusal for refusal in refusals), refusals
+        assert len(refusals) == 8
+        assert all("whole.full_state_dict(model)" in refusal for refusal in refusals), refusals
         assert is_same
