@@ -18,7 +18,7 @@ from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.config.train_options import typed_train
 from hp_muon_plugin.config.trainer import Train
 from hp_muon_plugin.errors import ConfigError, ConfigErrors, raise_all
-from hp_muon_plugin.muon.coefficients import resolve_schedule
+from hp_muon_plugin.muon.stability import coefficients_of
 from hp_muon_plugin.train.checkpoint_folder import check_checkpoints, save_folder
 from hp_muon_plugin.train.environment import check_environment, is_rank, speaks
 from hp_muon_plugin.train.launch import INTERRUPTED_EXIT, Interrupted, launch_ranks
@@ -155,9 +155,8 @@ def _check(config: Train, world_size: int) -> None:
         errors += several.errors
     wrong = {error.option for error in errors}
     if isinstance(config.optimizer, HpMuon) and not wrong & {"optimizer.steps", "optimizer.coefficients"}:
-        options = config.optimizer
         try:
-            resolve_schedule(options.schedule, steps=options.steps, custom=options.coefficients)
+            coefficients_of(config.optimizer)
         except ConfigError as error:
             errors.append(error)
     raise_all(errors)

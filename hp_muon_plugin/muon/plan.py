@@ -7,17 +7,16 @@ way, and the fused Newton-Schulz batches over their matrices.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.layout.spec import ParamSpec
-from hp_muon_plugin.muon.algorithm import TABLE, Rule
+from hp_muon_plugin.muon.algorithm import Rule
 from hp_muon_plugin.muon.balance import divide
 from hp_muon_plugin.muon.batches import FLOAT_BYTES, Family, FusedBatch, PlannedPart, fused_batches
-from hp_muon_plugin.muon.coefficients import Coefficients, resolve_schedule
+from hp_muon_plugin.muon.coefficients import Coefficients
 from hp_muon_plugin.muon.pieces import Piece, Router, Way
 from hp_muon_plugin.muon.rates import rates_of
-from hp_muon_plugin.muon.rule_file import load_table
+from hp_muon_plugin.muon.stability import schedule_and_table
 from hp_muon_plugin.muon.stage import PlannedCollective, Stage
 
 __all__ = ["Family", "FusedBatch", "MuonPlan", "PlannedCollective", "PlannedPart", "Stage", "build_plan"]
@@ -128,10 +127,8 @@ def build_plan(
     Returns:
         The plan; equal input gives an equal plan.
     """
-    if table is None:
-        table = load_table(Path(config.ns_table)) if config.ns_table else TABLE
+    coefficients, table = schedule_and_table(config, table)
     limit = _BATCH_BYTES.get(device, _STAGE_BYTES) if max_batch_bytes is None else max_batch_bytes
-    coefficients = resolve_schedule(config.schedule, steps=config.steps, custom=config.coefficients)
     router = Router(config.tp_mode, device, table, coefficients, rates_of(config.rates, device))
     pieces = tuple(piece for param, spec in enumerate(specs) for piece in router.pieces(param, spec))
     builder = _StageBuilder(config, device, table, coefficients, limit, max_stage_bytes, pieces)

@@ -41,7 +41,7 @@ class Normalizer:
     Attributes:
         trace: ``(B,)``, receives the squared Frobenius norms.
         measure: Computes the traces.
-        guard: Raises the trace of zero matrices, so that they are not divided by zero.
+        guard: Makes the trace of zero matrices 1: divided by less, factors would be infinite in float16.
         divide: Divides the Gram matrices by them and prepares the factor for ``Q``.
         root: ``(B, 1, 1)``, ``1 / sqrt(trace)`` after ``divide``.
     """
@@ -176,11 +176,10 @@ class SmallMatrices:
         root = workspace.take("root", (count, 1, 1))
         diagonal = self.gram.diagonal(dim1=-2, dim2=-1)
         column = trace.view(count, 1, 1)
-        smallest = torch.tensor(torch.finfo(torch.float32).tiny, device=trace.device)
         return Normalizer(
             trace,
             (Operation(torch.sum, diagonal, dim=-1, dtype=torch.float32, out=trace),),
-            Operation(torch.maximum, trace, smallest, out=trace),
+            Operation(torch.threshold_, trace, torch.finfo(torch.float32).tiny, 1.0),
             (*self._changed("div_", self.gram, column), Operation(torch.rsqrt, column, out=root)),
             root,
         )

@@ -6,20 +6,18 @@ grows with the parameters and with the number of pieces that ranks cut them into
 
 from collections.abc import Mapping, Sequence
 from itertools import combinations
-from pathlib import Path
 
 from hp_muon_plugin.config.choices import FloatDtype, Strategy
 from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.errors import ConfigError
 from hp_muon_plugin.layout.cuts import Cuts
-from hp_muon_plugin.muon.algorithm import TABLE, Rule
+from hp_muon_plugin.muon.algorithm import Rule
 from hp_muon_plugin.muon.balance import divide
-from hp_muon_plugin.muon.coefficients import resolve_schedule
 from hp_muon_plugin.muon.distributed.cost import Kind, Price, gram_refusal, kind_of, prices
 from hp_muon_plugin.muon.distributed.items import Item, ShardedParam, items_of
 from hp_muon_plugin.muon.distributed.plan import Batch, Choice, Route, SharePlan
 from hp_muon_plugin.muon.rates import Rates, rates_of
-from hp_muon_plugin.muon.rule_file import load_table
+from hp_muon_plugin.muon.stability import schedule_and_table
 
 BATCH_BYTES = 64 << 20
 
@@ -61,9 +59,7 @@ def share_plan(
     Raises:
         ConfigError: If ``strategy=alltoall`` needs more than ``max_peers`` peers.
     """
-    if table is None:
-        table = load_table(Path(config.ns_table)) if config.ns_table else TABLE
-    coefficients = resolve_schedule(config.schedule, steps=config.steps, custom=config.coefficients)
+    coefficients, table = schedule_and_table(config, table)
     items = [item for index, param in enumerate(params) for item in items_of(index, param)]
     known: dict[object, Kind] = {}
     kinds = []

@@ -7,17 +7,14 @@ is worth it has one owner replica, so that replicas have as much to do in all an
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.layout.spec import ParamSpec
-from hp_muon_plugin.muon.algorithm import TABLE
 from hp_muon_plugin.muon.balance import divide, divide_parts
-from hp_muon_plugin.muon.coefficients import resolve_schedule
 from hp_muon_plugin.muon.distributed.cost import kind_of
 from hp_muon_plugin.muon.distributed.items import Item, ShardedParam, pieces_of
 from hp_muon_plugin.muon.rates import Rates, rates_of
-from hp_muon_plugin.muon.rule_file import load_table
+from hp_muon_plugin.muon.stability import schedule_and_table
 
 _BYTES = 4
 _ALONE_NUMEL = 1 << 20  # 4 MiB in float32: at 100 GB/s as long as two messages, and a copy less on both sides
@@ -256,8 +253,7 @@ def item_flops(specs: Sequence[ParamSpec], config: HpMuon, *, device: str) -> li
     Returns:
         One figure for each.
     """
-    table = load_table(Path(config.ns_table)) if config.ns_table else TABLE
-    coefficients = resolve_schedule(config.schedule, steps=config.steps, custom=config.coefficients)
+    coefficients, table = schedule_and_table(config)
     return [kind_of(spec, coefficients, device=device, table=table, dtype=config.ns_dtype).flops for spec in specs]
 
 
