@@ -22,7 +22,7 @@ from hp_muon_plugin.muon.gradients import (
     refuse,
     unfrozen_names,
 )
-from hp_muon_plugin.muon.loading import refuse_other_shapes
+from hp_muon_plugin.muon.loading import refuse_others
 from hp_muon_plugin.muon.momenta import update_momenta
 from hp_muon_plugin.muon.plan import MuonPlan, build_plan
 from hp_muon_plugin.muon.routing import Algorithm
@@ -233,7 +233,7 @@ class HpMuonOptimizer(Copyable):
         Args:
             state_dict: From this class, or from another Muon with the same groups.
         """
-        refuse_other_shapes(state_dict, self.param_groups, self.specs)
+        refuse_others(state_dict, self.param_groups, self.specs)
         live = [dict(group) for group in self.param_groups]
         super().load_state_dict(state_dict)
         saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]

@@ -7,7 +7,7 @@ import torch
 
 from hp_muon_plugin.config.choices import FloatDtype
 from hp_muon_plugin.errors import ConfigError
-from hp_muon_plugin.muon import build_optimizer
+from hp_muon_plugin.muon import build_adamw, build_optimizer
 from muon.small_models import model_of, set_grads, single
 
 
@@ -113,3 +113,28 @@ def test_a_state_of_other_shapes_is_refused_whole(key: str) -> None:
     for number, state in before["state"].items():
         for name, value in state.items():
             assert torch.equal(after["state"][number][name], value)
+
+
+def test_a_state_of_another_optimizer_is_refused_whole() -> None:
+    """AdamW's has as many groups here: Muon began without momentum, with AdamW's learning rate and decay."""
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.LayerNorm(8))
+    saving, loading = build_adamw(model, lr=7.0), build_optimizer(model)
+    set_grads(model, 0)
+    saving.step()
+    before = copy.deepcopy(loading.state_dict())
+    why = r"0\.weight: step, exp_avg, exp_avg_sq: has no momentum_buffer, which muon needs"
+    with pytest.raises(ConfigError, match=why):
+        loading.load_state_dict(saving.state_dict())
+    assert loading.state_dict() == before
+
+
+def test_parameters_without_a_saved_state_begin_anew() -> None:
+    """As those that had no gradient before the state was saved."""
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.LayerNorm(8))
+    saving, loading = build_optimizer(model), build_optimizer(model)
+    set_grads(model, 0)
+    model[0].weight.grad = None
+    saving.step()
+    loading.load_state_dict(saving.state_dict())
+    assert "momentum_buffer" not in loading.state[model[0].weight]
+    assert "exp_avg" in loading.state[model[0].bias]
