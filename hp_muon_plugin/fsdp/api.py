@@ -10,7 +10,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from hp_muon_plugin.config.choices import OuterMode, ShardLayout
 from hp_muon_plugin.errors import ConfigError
 from hp_muon_plugin.fsdp.bucket import Bucket
-from hp_muon_plugin.fsdp.gradient_hooks import refuse_early_hooks
 from hp_muon_plugin.fsdp.hooks import Hooks
 from hp_muon_plugin.fsdp.mesh import ShardMesh
 from hp_muon_plugin.fsdp.parameter import Original
@@ -18,6 +17,7 @@ from hp_muon_plugin.fsdp.placed import placed_shards
 from hp_muon_plugin.fsdp.policy import MixedPrecision, ScheduleOptions, UnitOptions
 from hp_muon_plugin.fsdp.schedule import Schedule
 from hp_muon_plugin.fsdp.stale import IGNORED, REPLACED, note_replaced, refuse_added
+from hp_muon_plugin.fsdp.unfit import refuse_unfit
 from hp_muon_plugin.fsdp.unit import Unit
 from hp_muon_plugin.layout.bucket import Piece
 from hp_muon_plugin.layout.per_param import plan_layouts
@@ -167,7 +167,7 @@ def _originals(module: nn.Module, ignored: set[nn.Parameter]) -> list[Original]:
                     "is tied to a parameter of another unit",
                     "leave both modules out of inner units, so that they belong to the same outer one",
                 )
-            refuse_early_hooks(name, parameter)
+            refuse_unfit(name, parameter)
             found.setdefault(id(parameter), Original(name, parameter, [])).places.append((child, attribute))
     return list(found.values())
 

@@ -7,6 +7,7 @@ what they always did.
 """
 
 import math
+import sys
 from collections.abc import Callable, Iterable
 from functools import cache, wraps
 from typing import Any
@@ -65,6 +66,7 @@ def _install() -> None:
                 "it sends rank 0's shards to all other ranks, as their weights",
             ),
             *saving_guards(),
+            *_resharding(),
         )
     )
 
@@ -141,6 +143,29 @@ def _replicating(original: Callable[..., None]) -> Callable[..., None]:
                 "leave the wrapper out: gradients of hp_fully_shard are averaged; a mesh of two axes replicates",
             )
         original(self, module, *arguments, **options)
+
+    return checked
+
+
+def _resharding() -> list[Replacement]:
+    module = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_init")  # torch's checkpoint imports it
+    if not hasattr(module, "_verify_managed_param"):
+        return []
+    why = "fully_shard asks it of each parameter, and would divide shards, other ones on every rank, once more"
+    return [Replacement(module, "_verify_managed_param", _verifying, why)]
+
+
+def _verifying(original: Callable[..., None]) -> Callable[..., None]:
+    @wraps(original)
+    def checked(name: str, param: nn.Parameter) -> None:
+        if is_part(param):
+            raise ConfigError(
+                "torch.distributed.fsdp.fully_shard",
+                name,
+                "is a shard of hp_fully_shard, which would be divided once more",
+                "use one of the two for the whole model",
+            )
+        original(name, param)
 
     return checked
 

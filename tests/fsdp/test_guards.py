@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.utils import clip_grad_norm_ as imported_before
 
@@ -100,13 +101,19 @@ def _replicated(launch: Launch) -> list[str]:
         _refusal(lambda: nn.parallel.DistributedDataParallel(model)),
         _refusal(lambda: grad_norm(model, norm_type=1.0)),
     ]
+    mesh, other = init_device_mesh("cpu", (launch.world_size,)), nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    refused.append(_refusal(lambda: fully_shard(model, mesh=mesh)))
+    fully_shard(other[0], mesh=mesh)
+    refused.append(_refusal(lambda: hp_fully_shard(other, mesh)))
     nn.parallel.DistributedDataParallel(nn.Linear(3, 3))
     return refused
 
 
-def test_a_wrapper_that_would_send_shards_to_all_ranks_is_refused() -> None:
-    """Shards of equal shapes became rank 0's on all ranks; others ended in a timeout. A norm was an AssertionError."""
-    for wrapper, norm in run_ranks(2, _replicated):
+def test_other_wrappers_of_shards_are_refused() -> None:
+    """Shards of equal shapes became rank 0's on all ranks, others ended in a timeout, or gloo ended the process."""
+    for wrapper, norm, over, under in run_ranks(2, _replicated):
+        assert "is a shard of hp_fully_shard, which would be divided once more" in over
+        assert under.startswith("module=0.weight: is a DTensor")
         assert "embedding.weight: is a shard of hp_fully_shard" in wrapper
         assert "norm_type=1.0: is neither 2 nor infinity" in norm
 
