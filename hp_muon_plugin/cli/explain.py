@@ -6,6 +6,7 @@ from dataclasses import fields, is_dataclass
 from hp_muon_plugin.config import data_parallel, optimizer, script, trainer
 from hp_muon_plugin.config.options import nearest
 
+ALL_OPTIONS = "`hp-muon train --cfg job` prints every option"
 _CLASSES = tuple(
     cls
     for module in (data_parallel, optimizer, script, trainer)
@@ -66,7 +67,7 @@ def explain(error: BaseException, overrides: list[str]) -> str:
             return _absent_part(written[0])
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     kept = [line for line in lines if not line.startswith(("full_key:", "object_type=", "reference_type="))]
-    return "\n".join(dict.fromkeys(kept)) + "\n  fix: `hp-muon train --cfg job` prints every option with its value"
+    return "\n".join(dict.fromkeys(kept)) + f"\n  fix: {ALL_OPTIONS} with its value"
 
 
 def _chain(error: BaseException) -> str:
@@ -99,7 +100,7 @@ def _bad_value(option: str, value: str, why: str) -> str:
         guess = nearest(value, choices[1].split(", "))
         fix = f"did you mean {option}={guess}?" if guess else f"choose among {choices[1]}"
         return f"{option}={value}: there is no such choice, expected one of [{choices[1]}]\n  fix: {fix}"
-    fix = "write a value of that kind; `hp-muon train --cfg job` prints every option with its value"
+    fix = f"write a value of that kind; {ALL_OPTIONS} with its value"
     return f"{option}={value}: this value {why}\n  fix: {fix}"
 
 
@@ -112,7 +113,7 @@ def _unknown_key(key: str, owner: str, full_key: str, overrides: list[str]) -> s
     if guess:
         fix = f"did you mean {written.partition('=')[0].removesuffix(key)}{guess}?"
     else:
-        fix = f"options there are: {', '.join(names)}" if names else "`hp-muon train --cfg job` prints every option"
+        fix = f"options there are: {', '.join(names)}" if names else ALL_OPTIONS
     return f"{written}: there is no such option\n  fix: {fix}"
 
 

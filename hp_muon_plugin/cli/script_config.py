@@ -12,7 +12,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hp_muon_plugin.cli.explain import explain
+from hp_muon_plugin.cli.explain import ALL_OPTIONS, explain
 from hp_muon_plugin.cli.hydra_app import hydra_version_options
 from hp_muon_plugin.cli.script_args import Request
 from hp_muon_plugin.config.options import plain
@@ -47,6 +47,7 @@ def composed_choice(request: Request) -> Choice:
     except (HydraException, OmegaConfBaseException) as error:
         what, _, fix = explain(error, [*overrides, *(f"{path}=" for path in request.values)]).partition("\n  fix: ")
         option, _, why = what.partition(": ")
+        fix = fix.replace(ALL_OPTIONS, "`python -m hp_muon_plugin.run --help` prints every option")
         raise _Composition(option, why or what, fix) from error
     named = {*request.values, *_names(content.get(OPTIMIZER), f"{OPTIMIZER}."), *_override_names(overrides)}
     return choose(config, frozenset(named))

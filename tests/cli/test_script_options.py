@@ -25,6 +25,12 @@ def _choice(*arguments: str) -> Choice:
     return composed_choice(parse(["train.py", *arguments]))
 
 
+def test_where_options_are_listed_is_this_launchers_own() -> None:
+    """It sent users to the trainer's list, which has other options."""
+    with pytest.raises(ConfigError, match=r"hp_muon_plugin\.run --help. prints every option"):
+        _choice("--", "model=tiny_moe")
+
+
 def test_every_option_is_a_flag_with_its_description() -> None:
     text = " ".join(parser().format_help().split())
     for cls, path, prefix in ((HpMuon, "optimizer", "--hp-muon"), (HpFsdp, "dp", "--hp-fsdp")):
