@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d
 
 _PREFIX = "hp_muon_failed_exchanges"
 _NUM_READ = 8  # of all that failed: enough to see two that differ, and no load for the store of a large job
-_PATIENCE_S = 1.0
+_PATIENCE_S = 2.0
 _TIMES = itertools.count()
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -25,7 +26,7 @@ class Dropping(nn.Module):
 
 
 def _run(launch: Launch, orders: list[list[int]]) -> str:
-    joined(launch, timeout_s=1.5)
+    joined(launch, timeout_s=2.5)
     torch.manual_seed(1)
     model, mesh = Dropping(), init_device_mesh("cpu", (launch.world_size,))
     for layer in model.layers:
@@ -33,6 +34,7 @@ def _run(launch: Launch, orders: list[list[int]]) -> str:
     hp_fully_shard(model, mesh, prefetch=0)
     x = torch.ones(2, WIDTH)
     model(x, [0, 1, 2]).sum().backward()
+    dist.barrier()  # so that both wait at about the same time
     try:
         model(x, orders[launch.rank]).sum().backward()
     except RuntimeError as error:
