@@ -10,6 +10,8 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from hp_muon_plugin.config.data_parallel import MegatronFsdp
 from hp_muon_plugin.megatron.versions import core_version
 
+_GRAD = "main_grad"
+
 
 def wrap_in_megatron_fsdp(config: Any, module: torch.nn.Module, options: MegatronFsdp) -> torch.nn.Module:
     """Wrap a model chunk.
@@ -48,4 +50,33 @@ def wrap_in_megatron_fsdp(config: Any, module: torch.nn.Module, options: Megatro
     )
     if core_version().lane >= (0, 16):
         config.no_sync_func = wrapped.no_sync
+    _leave_others_alone(type(next(module.parameters())))
     return wrapped  # type: ignore[no-any-return]
+
+
+def _leave_others_alone(kind: type[torch.nn.Parameter]) -> None:
+    """Give parameters of other models their own ``main_grad`` back.
+
+    0.12.1 makes it a property of the class, which finds no buffer where a parameter is not Megatron-FSDP's.
+
+    Args:
+        kind: The class of parameters.
+    """
+    found = vars(kind).get(_GRAD)
+    if not isinstance(found, property) or found.fset is not None:
+        return
+
+    def read(parameter: Any) -> Any:
+        if hasattr(parameter, "_gbuf"):
+            return found.__get__(parameter)
+        if _GRAD not in vars(parameter):
+            raise AttributeError(_GRAD)
+        return vars(parameter)[_GRAD]
+
+    def write(parameter: Any, value: Any) -> None:
+        vars(parameter)[_GRAD] = value
+
+    def remove(parameter: Any) -> None:
+        del vars(parameter)[_GRAD]
+
+    setattr(kind, _GRAD, property(read, write, remove))

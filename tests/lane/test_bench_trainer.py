@@ -2,14 +2,22 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from dist_pool import run_ranks
 
 from hp_muon_plugin.bench import trainer
 from hp_muon_plugin.bench.trainer_cases import ALONE, OURS, model_of, peers, train_of
 from hp_muon_plugin.bench.trainer_rank import Plan
 from hp_muon_plugin.cli.bench import run
 from hp_muon_plugin.config.checks import check_train
+from hp_muon_plugin.config.data_parallel import MegatronFsdp
+from hp_muon_plugin.config.optimizer import AdamW
+from hp_muon_plugin.megatron.versions import core_version
+from hp_muon_plugin.train.setup import Launch
+from lane.harness import dense, train_config, wrapped_model
 
 
 @pytest.mark.once
@@ -58,3 +66,20 @@ def test_every_contender_is_a_valid_run(optimizer: str) -> None:
 def test_a_wrong_case_names_itself(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["trainer", "--only", text]) == 2
     assert f"--only={text}" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(core_version().lane >= (0, 16), reason="later versions leave the class of parameters alone")
+def test_megatron_fsdp_leaves_the_gradients_of_other_models_alone() -> None:
+    """It made ``main_grad`` a property of all parameters, and the next model had no gradients."""
+    assert run_ranks(1, _beside_megatron_fsdp) == [["own", "later", "none", True]]
+
+
+def _beside_megatron_fsdp(launch: Launch) -> list[Any]:
+    before, after = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(2))
+    before.main_grad = "own"  # type: ignore[attr-defined]
+    wrapped = wrapped_model(launch, train_config(dense(), dp=MegatronFsdp(), optimizer=AdamW()))  # type: ignore[arg-type]
+    after.main_grad = "later"  # type: ignore[attr-defined]
+    found = [parameter.main_grad for parameter in (before, after)]  # type: ignore[attr-defined]
+    del after.main_grad
+    taken = [parameter for parameter in wrapped.parameters() if hasattr(parameter, "_gbuf")]
+    return [*found, getattr(after, "main_grad", "none"), bool(taken) and taken[0].main_grad.shape == taken[0].shape]
