@@ -12,9 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
-import torch.distributed as dist
-from torch.distributed import distributed_c10d
-
 _PREFIX = "hp_muon_failed_exchanges"
 _NUM_READ = 8  # of all that failed: enough to see two that differ, and no load for the store of a large job
 _PATIENCE_S = 2.0
@@ -69,6 +66,9 @@ def _other_failures(told: str) -> list[str]:
 
 
 def _look(told: str, patience_s: float, found: list[str]) -> None:
+    import torch.distributed as dist  # here, for launchers name exchanges and have no torch
+    from torch.distributed import distributed_c10d
+
     with suppress(RuntimeError, ValueError):  # no job, or a store that has ended with its rank
         store = distributed_c10d._get_default_store()
         store.set(f"{_PREFIX}/{store.add(_PREFIX, 1)}", f"rank {dist.get_rank()} waited for: {told}")

@@ -118,7 +118,7 @@ def test_a_bad_token_behind_the_checked_ones_is_named_by_its_rank(tmp_path: Path
 
     (tmp_path / "sitecustomize.py").write_text(
         "import hp_muon_plugin.train.token_checks as checks\n"
-        "checks.check_vocabulary.__kwdefaults__['first'] = 10\n"  # as if the dataset had more than 4 million tokens
+        "checks.tokens_to_check = lambda num_files: 10\n"  # as if the dataset had more than 4 million tokens
     )
     tokens = np.arange(2000, dtype=np.uint16) % 50
     tokens[50:1000] = 9000
