@@ -207,6 +207,7 @@ def _script(tmp_path: Path, *arguments: str, first: str = "", last: str = "") ->
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
 
 
+@pytest.mark.once  # a process of its own; the order is that of every version
 def test_a_script_of_mindspeed_llm_gets_the_plugin_when_its_adaptor_has_patched(tmp_path: Path) -> None:
     """The adaptor finds Megatron unimported, and on the command line what the plugin added to it."""
     ran = _script(
@@ -219,6 +220,7 @@ def test_a_script_of_mindspeed_llm_gets_the_plugin_when_its_adaptor_has_patched(
     assert "below MindSpeed's get_megatron_optimizer_wrapper" in ran.stdout + ran.stderr
 
 
+@pytest.mark.once  # a process of its own; the order is that of every version
 def test_a_script_that_imports_megatron_before_mindspeed_is_stopped(tmp_path: Path) -> None:
     ran = _script(tmp_path, first="import megatron.core\nimport mindspeed.megatron_adaptor")
     assert ran.returncode == 2

@@ -14,8 +14,11 @@ TINY = ["model.num_layers=1", "model.hidden_size=32", "model.seq_length=32", "ru
 
 
 @pytest.mark.slow  # starts two real ranks
-@pytest.mark.parametrize("to_all", [True, False], ids=["terminal", "kill"])
-@pytest.mark.parametrize("mode", ["demo --sweep", "demo", "weight_decay", "parity"])
+@pytest.mark.parametrize(
+    ("mode", "to_all"),
+    [("demo --sweep", True), ("demo --sweep", False), ("demo", False), ("weight_decay", True), ("parity", False)],
+    ids=["sweep-terminal", "sweep-kill", "demo-kill", "weight_decay-terminal", "parity-kill"],
+)
 def test_ctrl_c_ends_the_whole_recipe(mode: str, to_all: bool, tmp_path: Path) -> None:
     """A sweep went on with the next learning rate, and the end was a traceback."""
     recipe, *flags = mode.split()
