@@ -1,3 +1,4 @@
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -28,8 +29,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if worker is None or not hasattr(os, "sched_setaffinity"):
         return
     cores, number = sorted(os.sched_getaffinity(0)), int(worker["workerid"].removeprefix("gw"))
-    os.sched_setaffinity(0, cores[number :: worker["workercount"]] or [cores[number % len(cores)]])
-    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    with contextlib.suppress(OSError):  # a container may forbid it
+        os.sched_setaffinity(0, cores[number :: worker["workercount"]] or [cores[number % len(cores)]])
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
