@@ -22,8 +22,8 @@ except ImportError:  # lane environments have no hypothesis
 def pytest_configure(config: pytest.Config) -> None:
     """Give each of several test processes cores of its own, or one core where there are fewer cores than processes.
 
-    Ranks mostly wake each other. On one core, and without preempting who wakes them, that takes a tenth less time of the
-    processor: 52 s of it became 46 to 47 s in two files of lane tests.
+    Ranks mostly wake each other. On one core, and without preempting who wakes them, that takes a tenth less time
+    of the processor: 52 s of it became 46 to 47 s in two files of lane tests.
     """
     worker = getattr(config, "workerinput", None)
     if worker is None or not hasattr(os, "sched_setaffinity"):
