@@ -55,28 +55,10 @@ def _one_thread() -> None:
 def megatron_on_cpu() -> str:
     """megatron-core imported with the stand-in on; returns its version. Forked ranks inherit it."""
     pytest.importorskip("megatron.core", reason="megatron-core is not installed in this environment")
-    from hp_muon_plugin.megatron.cpu_fixes import apply_cpu_fixes
     from hp_muon_plugin.megatron.versions import core_version
-    from hp_muon_plugin.platform import standin
+    from hp_muon_plugin.train.import_ahead import import_ahead
     from hp_muon_plugin.train.worker import quiet_logging
 
-    standin.activate()
-    apply_cpu_fixes()
+    import_ahead()  # every rank is a fork of this process, and would import for itself what only ranks import
     quiet_logging(is_first_rank=False)
-    import megatron.core.datasets.gpt_dataset
-    import megatron.core.distributed
-    import megatron.core.models.gpt.gpt_layer_specs
-    import megatron.core.models.gpt.gpt_model
-    import megatron.core.optimizer
-    import megatron.core.pipeline_parallel  # noqa: F401
-
-    # Every rank is a fork of this process, and would import for itself what only ranks import.
-    import hp_muon_plugin.megatron.build
-    import hp_muon_plugin.megatron.sharded_build
-    import hp_muon_plugin.models.canonical_init
-    import hp_muon_plugin.models.gpt
-    import hp_muon_plugin.muon.distributed.optimizer
-    import hp_muon_plugin.train.loop
-    import hp_muon_plugin.train.worker  # noqa: F401
-
     return str(core_version())

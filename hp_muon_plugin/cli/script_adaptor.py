@@ -25,8 +25,9 @@ def registering(request: Request, platform: PlatformName, register: Callable[[],
     Raises:
         ConfigError: If the script imports Megatron before MindSpeed.
     """
-    brings_its_own = _WORD in _text(request)
-    if not mindspeed.is_installed() or not (brings_its_own or platform is PlatformName.npu):
+    is_installed = mindspeed.is_installed()
+    brings_its_own = is_installed and _WORD in _text(request)
+    if not is_installed or not (brings_its_own or platform is PlatformName.npu):
         register()
         yield
         return

@@ -1,11 +1,11 @@
 """The Megatron script of the 505B recipe: its arguments, and the divided model through upstream's trainer."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from asked_of_torchrun import asked_of_torchrun
 from dist_pool import run_ranks
 
 from hp_muon_plugin.cli.script_args import parse
@@ -22,14 +22,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 def _words(size: str, tmp_path: Path) -> list[str]:
     """What stands after the script's name."""
-    torchrun = tmp_path / "torchrun"
-    torchrun.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n", encoding="utf-8")
-    torchrun.chmod(0o755)
     variables = {"MASTER_ADDR": "node0", "NODE_RANK": "0", "SCRIPT": SCRIPT, "SIZE": size}
-    environment = {**os.environ, **variables, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    done = subprocess.run([str(PRETRAIN), *MOCK], capture_output=True, text=True, env=environment, check=True)
-    line = done.stdout.splitlines()
-    return line[line.index(SCRIPT) + 1 :] + ["--tokenizer-type", "NullTokenizer"]
+    line = asked_of_torchrun(PRETRAIN, tmp_path, *MOCK, "--tokenizer-type", "NullTokenizer", **variables)
+    return [word for word in line[line.index(SCRIPT) + 1 :] if not word.startswith("HCCL")]
 
 
 def _parsed(launch: Launch, line: list[str]) -> tuple[int, int, int, str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from asked_of_torchrun import asked_of_torchrun
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
@@ -35,18 +36,6 @@ def _values(node: Any, path: str = "") -> dict[str, Any]:
     if not isinstance(node, dict):
         return {path: node}
     return {key: value for name, below in node.items() for key, value in _values(below, f"{path}.{name}").items()}
-
-
-def _line(script: str, tmp_path: Path, *arguments: str, **variables: str) -> list[str]:
-    """What the script asks torchrun for."""
-    torchrun = tmp_path / "torchrun"
-    torchrun.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\nenv | grep HCCL\n", encoding="utf-8")
-    torchrun.chmod(0o755)
-    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", **variables}
-    done = subprocess.run(
-        [str(RECIPE / script), *arguments], capture_output=True, text=True, env=environment, cwd=tmp_path, check=True
-    )
-    return done.stdout.splitlines()
 
 
 def _flags(line: list[str]) -> dict[str, str | bool]:
@@ -102,7 +91,7 @@ def test_the_divided_model_differs_in_sizes_alone() -> None:
 
 @pytest.mark.parametrize(("size", "config"), [("full", "moe_505b"), ("small", "small")])
 def test_the_megatron_script_is_given_the_sizes_of_the_recipe(size: str, config: str, tmp_path: Path) -> None:
-    flags = _flags(_line("pretrain.sh", tmp_path, SCRIPT="pretrain_gpt.py", SIZE=size, **NODE))
+    flags = _flags(asked_of_torchrun(RECIPE / "pretrain.sh", tmp_path, SCRIPT="pretrain_gpt.py", SIZE=size, **NODE))
     wanted = megatron_arguments(_typed(config))
     is_small = size == "small"
     left_out = {
@@ -132,7 +121,7 @@ def test_the_megatron_script_is_given_the_sizes_of_the_recipe(size: str, config:
 
 
 def test_a_node_is_started_with_its_place_and_what_the_user_adds(tmp_path: Path) -> None:
-    line = _line("launch.sh", tmp_path, "data.path=/data/tokens", HCCL_EXEC_TIMEOUT="99", **NODE)
+    line = asked_of_torchrun(RECIPE / "launch.sh", tmp_path, "data.path=/data/tokens", HCCL_EXEC_TIMEOUT="99", **NODE)
     assert line[:6] == ["--nnodes", "48", "--nproc-per-node", "16", "--node-rank", "3"]
     assert line[line.index("--config-name") + 1 :][:2] == ["moe_505b", "data.path=/data/tokens"]
     assert {"HCCL_EXEC_TIMEOUT=99", "HCCL_CONNECT_TIMEOUT=3600"} <= set(line)
