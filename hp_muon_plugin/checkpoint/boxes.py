@@ -33,6 +33,13 @@ class Box:
         sizes = tuple(end - offset for end, offset in zip(ends, offsets, strict=True))
         return Box(offsets, sizes) if all(size > 0 for size in sizes) else None
 
+    def contains(self, other: "Box") -> bool:
+        """Whether all of the other one lies in this one."""
+        for start, length, first, count in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True):
+            if first < start or first + count > start + length:
+                return False
+        return True
+
     def within(self, origin: Sequence[int]) -> "Box":
         """The same box in coordinates that begin at ``origin``."""
         return Box(tuple(a - b for a, b in zip(self.offsets, origin, strict=True)), self.sizes)

@@ -160,6 +160,7 @@ class Target:
         megatron: Version of megatron-core that will read it, as ``(0, 16)``; None takes what most of them read.
         dtype: Dtype of weights in formats that hold weights only; None keeps them.
         shard_bytes: Size at which a new file is begun.
+        jobs: Threads that read and write.
         options: What only one format knows, by name, as text.
     """
 
@@ -170,6 +171,7 @@ class Target:
     megatron: tuple[int, int] | None = None
     dtype: torch.dtype | None = None
     shard_bytes: int = 4 * 2**30
+    jobs: int = 1
     options: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -1,10 +1,11 @@
 """Conversion of a checkpoint from any format to any other: planned, bounded in memory, atomic, verified."""
 
 import json
+import threading
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,7 @@ def convert(
         found: The plan.
         dst: Destination as the user names it.
         budget: Bytes of tensors in memory at any time, about.
-        jobs: Threads that read the output again.
+        jobs: Threads that read and write, and read the output again.
         drop: Whether to go on although something is lost.
         force: Whether to replace a checkpoint that is there.
         progress: Told how far it is.
@@ -155,15 +156,16 @@ def convert(
     placing.check(place, found.source.path, found.nbytes, force=force)
     report = Report(nbytes=found.nbytes, folder=place.final)
     with _one_thread_each(), placing.placed(place, progress.note) as folder:
-        source = HashingSource(found.source, budget)
+        source, one_at_a_time = HashingSource(found.source, budget), threading.Lock()
         with Syncing(folder, found.nbytes) as syncing:
 
             def written(nbytes: int) -> None:
-                progress.advance(nbytes)
-                syncing.advance(nbytes)
+                with one_at_a_time:
+                    progress.advance(nbytes)
+                    syncing.advance(nbytes)
 
             progress.begin("write", found.nbytes)
-            found.writer.write(source, folder, found.target, written, budget)
+            found.writer.write(source, folder, replace(found.target, jobs=jobs), written, budget)
             compare_rest(source)
             syncing.start()
             progress.begin("verify", found.nbytes)

@@ -42,6 +42,9 @@ class DcpTensor:
         dtype: Its dtype.
         boxes: What each chunk covers; empty chunks are left out.
         pieces: Where each lies; None if the metadata names no place.
+        index: Finds chunks; made when the tensor is read first.
+        last: Chunk that a whole box was read from last.
+        located: Places of the chunks that have been read.
     """
 
     shape: tuple[int, ...]
@@ -49,6 +52,7 @@ class DcpTensor:
     boxes: list[Box]
     pieces: list[Piece | None]
     index: BoxIndex | None = None
+    last: int | None = None
     located: dict[int, torch_archive.Located] = field(default_factory=dict)
 
 
@@ -201,11 +205,15 @@ class DcpFolder:
         if not box.numel:
             return out
         if tensor.index is None:
+            if overlapping(tensor.boxes):
+                raise DamageError(f"{self.path}: chunks of {name} overlap")
             tensor.index = BoxIndex(tensor.boxes)
+        last = tensor.last
+        if last is not None and tensor.boxes[last].contains(box):  # rows are mostly read in order, many from one chunk
+            self._fill(out, name, tensor, last, box.within(tensor.boxes[last].offsets))
+            return out
         meeting = tensor.index.meeting(box)
         common = [part for index in meeting if (part := tensor.boxes[index].meets(box))]
-        if len(common) > 1 and overlapping(common):
-            raise DamageError(f"{self.path}: chunks of {name} overlap")
         missing = box.numel - sum(part.numel for part in common)
         if missing:
             raise DamageError(f"{self.path}: {missing} elements of {name} are in no file")
@@ -213,6 +221,8 @@ class DcpFolder:
             target = part.within(box.offsets)
             view = out[tuple(slice(a, a + n) for a, n in zip(target.offsets, target.sizes, strict=True))]
             self._fill(view, name, tensor, index, part.within(tensor.boxes[index].offsets))
+        if len(meeting) == 1:
+            tensor.last = meeting[0]
         return out
 
     def compare_rest(self) -> None:

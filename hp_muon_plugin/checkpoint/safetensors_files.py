@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from hp_muon_plugin.checkpoint.dcp_write import row_pieces
 from hp_muon_plugin.checkpoint.files import Files
 from hp_muon_plugin.checkpoint.lazy import Lazy
 from hp_muon_plugin.checkpoint.torch_archive import raw_bytes
@@ -81,7 +80,7 @@ def write_file(
     path: Path,
     tensors: Mapping[str, Lazy],
     count: Callable[[int], None],
-    chunk_bytes: int,
+    jobs: int,
     metadata: dict[str, str] | None = None,
 ) -> None:
     """Write a file.
@@ -89,8 +88,8 @@ def write_file(
     Args:
         path: A new file.
         tensors: By name; read while they are written.
-        count: Called with bytes of tensors as they are written.
-        chunk_bytes: About how much of a tensor is read at a time.
+        count: Called with bytes of tensors as they are written, in any thread.
+        jobs: Threads that read and write.
         metadata: Texts for the header.
 
     Raises:
@@ -106,13 +105,16 @@ def write_file(
         at += tensor.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with open(path, "xb", buffering=0) as file, Writes(2 * chunk_bytes) as writes:
+    with open(path, "xb", buffering=0) as file, Writes(jobs) as writes:
         handle, place = file.fileno(), 8 + len(text)
         write_at(handle, 0, [len(text).to_bytes(8, "little"), text])
         for tensor in tensors.values():
-            for start, stop in row_pieces(tensor.shape, tensor.dtype.itemsize, chunk_bytes):
-                rows = tensor.rows(start, stop)
-                if rows.numel():
-                    writes.put(rows.nbytes, partial(write_at, handle, place, [raw_bytes(rows)]))
-                    place += rows.nbytes
-                count(rows.nbytes)
+            thread = writes.threads[writes.idlest]
+            thread.put(partial(_copy, writes, tensor, count, handle, place), tensor.nbytes)
+            place += tensor.nbytes
+
+
+def _copy(writes: Writes, tensor: Lazy, count: Callable[[int], None], handle: int, place: int) -> None:
+    for block in writes.blocks(tensor, count):
+        write_at(handle, place, [block])
+        place += len(block)

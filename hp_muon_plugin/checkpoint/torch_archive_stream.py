@@ -3,7 +3,7 @@
 import io
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -12,12 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from isal.isal_zlib import crc32, crc32_combine
+from isal.isal_zlib import crc32
 
 from hp_muon_plugin.checkpoint import lazy
-from hp_muon_plugin.checkpoint.dcp_write import row_pieces
 from hp_muon_plugin.checkpoint.lazy import Lazy
-from hp_muon_plugin.checkpoint.torch_archive import raw_bytes
 from hp_muon_plugin.checkpoint.torch_archive_write import STORAGES
 from hp_muon_plugin.checkpoint.writes import Writes, write_at
 from hp_muon_plugin.checkpoint.zip_records import Record, directory
@@ -55,14 +53,14 @@ class _Pickler(pickle.Pickler):
         return torch._utils._rebuild_tensor_v2, (storage, 0, value.shape, stride, False, OrderedDict())
 
 
-def write_archive(path: Path, value: Any, count: Callable[[int], None], chunk_bytes: int) -> None:
+def write_archive(path: Path, value: Any, count: Callable[[int], None], jobs: int = 1) -> None:
     """Write what ``torch.load`` reads.
 
     Args:
         path: A new file.
         value: Dicts, lists, plain values, tensors, and lazy tensors, which are read while they are written.
-        count: Called with bytes of tensors as they are read.
-        chunk_bytes: About how much of a tensor is read at a time; twice as much may wait to be written.
+        count: Called with bytes of tensors as they are written, in any thread.
+        jobs: Threads that read and write.
     """
     described = io.BytesIO()
     pickler = _Pickler(described)
@@ -70,43 +68,29 @@ def write_archive(path: Path, value: Any, count: Callable[[int], None], chunk_by
     contents: list[tuple[str, bytes | Lazy]] = [("data.pkl", described.getvalue()), ("byteorder", b"little")]
     contents += [(f"data/{number}", tensor) for number, tensor in enumerate(pickler.tensors)]
     contents += [("version", b"3\n")]
-    sums: list[list[tuple[Future[int], int]]] = []
+    sums: list[Future[int]] = []
     records: list[Record] = []
     with open(path, "xb", buffering=0) as file:
         handle = file.fileno()
-        with Writes(2 * chunk_bytes) as writes:
+        with Writes(jobs) as writes:
             for name, content in contents:
                 nbytes = content.nbytes if isinstance(content, Lazy) else len(content)
                 record = Record(f"{_ROOT}/{name}", nbytes, records[-1].end if records else 0)
                 records.append(record)
-                sums.append(list(_written(writes, handle, record.content_at, _pieces(content, chunk_bytes, count))))
-        for record, parts in zip(records, sums, strict=True):
-            for future, nbytes in parts:
-                record.crc = crc32_combine(record.crc, future.result(), nbytes)
+                found = writes.blocks(content, count) if isinstance(content, Lazy) else [content]
+                thread = writes.threads[writes.idlest]
+                sums.append(thread.put(partial(_put, handle, record.content_at, found), nbytes))
+        for record, crc in zip(records, sums, strict=True):
+            record.crc = crc.result()
             write_at(handle, record.content_at - len(record.local()), [record.local()])
         write_at(handle, records[-1].end, [directory(records)])
 
 
-def _pieces(content: bytes | Lazy, chunk_bytes: int, count: Callable[[int], None]) -> Iterator[bytes | memoryview]:
-    if isinstance(content, bytes):
-        yield content
-        return
-    for start, stop in row_pieces(content.shape, content.dtype.itemsize, chunk_bytes):
-        rows = content.rows(start, stop)
-        if rows.numel():
-            yield raw_bytes(rows)
-        count(rows.nbytes)
-
-
-def _written(
-    writes: Writes, handle: int, place: int, pieces: Iterable[bytes | memoryview]
-) -> Iterator[tuple["Future[int]", int]]:
-    """Write pieces one after another. Gives the checksum and length of each."""
-    for piece in pieces:
-        yield writes.put(len(piece), partial(_put, handle, place, piece)), len(piece)
-        place += len(piece)
-
-
-def _put(handle: int, place: int, piece: bytes | memoryview) -> int:
-    write_at(handle, place, [piece])
-    return int(crc32(piece))
+def _put(handle: int, place: int, found: Iterable[bytes | memoryview]) -> int:
+    """Write blocks one after another. Gives their checksum."""
+    crc = 0
+    for block in found:
+        crc = crc32(block, crc)
+        write_at(handle, place, [block])
+        place += len(block)
+    return crc

@@ -4,14 +4,13 @@ import io
 import pickle
 import struct
 from collections import OrderedDict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 from isal.isal_zlib import crc32
-
-from hp_muon_plugin.checkpoint.torch_archive import raw_bytes
 
 _ALIGNMENT = 64
 MAX_BYTES = 2**32 - 2**20
@@ -67,26 +66,36 @@ def is_writable(dtype: torch.dtype) -> bool:
 
 
 class TensorArchive:
-    """The archive of one tensor, whose length is known before its checksum is: that may come later, in a thread.
+    """The archive of one tensor. Its length is known before the tensor is read.
 
     Args:
-        tensor: Contiguous, on the CPU, at most :data:`MAX_BYTES`. Its memory is not copied.
+        dtype: Of the tensor.
+        shape: Of the tensor, of at most :data:`MAX_BYTES`.
 
     Attributes:
         nbytes: Length of the archive.
     """
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._content: bytes | memoryview = raw_bytes(tensor) if tensor.numel() else b""
-        self._head, self._directory, self._first = _head(tensor.dtype, tensor.shape)
-        self.nbytes = len(self._head) + len(self._content) + len(self._tail(0))
+    def __init__(self, dtype: torch.dtype, shape: torch.Size) -> None:
+        self._length = shape.numel() * dtype.itemsize
+        self._head, self._directory, self._first = _head(dtype, shape)
+        self.nbytes = len(self._head) + self._length + len(self._tail(0))
 
-    def parts(self) -> tuple[bytes | memoryview, bytes | memoryview, bytes | memoryview]:
-        """What to write one after another; the second is the memory of the tensor. Computes its checksum."""
-        return self._head, self._content, self._tail(crc32(self._content))
+    def parts(self, blocks: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
+        """What to write one after another.
+
+        Args:
+            blocks: The tensor's memory in order, from which the checksum is computed.
+        """
+        crc = 0
+        yield self._head
+        for block in blocks:
+            crc = crc32(block, crc)
+            yield block
+        yield self._tail(crc)
 
     def _tail(self, crc: int) -> bytes:
-        length = len(self._content)
+        length = self._length
         sums = _SUMS.pack(0x08074B50, crc, length, length)
         entries = [*self._directory, (_CONTENT, crc, length, self._first)]
         listed = b"".join(

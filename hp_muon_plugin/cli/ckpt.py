@@ -99,7 +99,9 @@ def _add_convert(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--vocab-size", type=int, help="true size of the vocabulary, without padding")
     parser.add_argument("--weights-only", action="store_true", help="leave the optimizer state out")
     parser.add_argument("--budget", default="2G", help="memory for tensors (default 2G)")
-    parser.add_argument("--jobs", type=int, default=2, help="threads that read the output again (default 2)")
+    parser.add_argument(
+        "--jobs", type=int, default=2, help="threads that read, write, and read the output again (default 2)"
+    )
     parser.add_argument("--drop", action="store_true", help="go on although the target cannot hold everything")
     parser.add_argument("--force", action="store_true", help="replace a checkpoint that is there")
     parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hp_muon_plugin.checkpoint.files import Files
-from hp_muon_plugin.checkpoint.torch_archive import Archive
+from hp_muon_plugin.checkpoint.torch_archive import Archive, raw_bytes
 from hp_muon_plugin.checkpoint.torch_archive_write import TensorArchive
 from hp_muon_plugin.checkpoint.zip_directory import content, entries
 from hp_muon_plugin.errors import CheckpointError
@@ -24,7 +24,8 @@ def _torchs() -> bytes:
 
 
 def _ours() -> bytes:
-    return b"".join(bytes(part) for part in TensorArchive(TENSOR).parts())
+    parts = TensorArchive(TENSOR.dtype, TENSOR.shape).parts([raw_bytes(TENSOR)])
+    return b"".join(bytes(part) for part in parts)
 
 
 def _zipfiles(*, method: int = zipfile.ZIP_STORED, comment: bytes = b"") -> bytes:

@@ -16,13 +16,13 @@ from hp_muon_plugin.checkpoint.lazy import Lazy
 from hp_muon_plugin.checkpoint.torch_archive_stream import write_archive
 from hp_muon_plugin.checkpoint.zip_records import Record, directory
 
-CHUNK = 4096
+JOBS = 2
 
 
 def _value() -> dict[str, Any]:
-    whole = torch.arange(30_000, dtype=torch.float32).view(300, 100)
+    whole = torch.arange(600_000, dtype=torch.float32).view(6000, 100)  # of more than one block
     return {
-        "lazy": Lazy((300, 100), torch.float32, lambda a, b: whole[a:b].clone()),
+        "lazy": Lazy((6000, 100), torch.float32, lambda a, b: whole[a:b].clone()),
         "tensor": whole[:3].to(torch.bfloat16),
         "scalar": torch.tensor(3, dtype=torch.int64),
         "empty": torch.empty(0, 4),
@@ -32,13 +32,13 @@ def _value() -> dict[str, Any]:
 
 def _written(folder: Path) -> tuple[Path, int]:
     counted: list[int] = []
-    write_archive(folder / "a.pt", _value(), counted.append, CHUNK)
+    write_archive(folder / "a.pt", _value(), counted.append, JOBS)
     return folder / "a.pt", sum(counted)
 
 
 def test_torch_zipfile_and_ours_read_what_was_written(tmp_path: Path) -> None:
     path, counted = _written(tmp_path)
-    assert counted == 120_000 + 600 + 8
+    assert counted == 2_400_000 + 600 + 8
     with zipfile.ZipFile(path) as archive:
         assert archive.testzip() is None
         assert archive.namelist() == [f"archive/{name}" for name in ("data.pkl", "byteorder", *_data(), "version")]

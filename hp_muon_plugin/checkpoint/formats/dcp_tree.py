@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hp_muon_plugin.checkpoint.canonical import Target
-from hp_muon_plugin.checkpoint.dcp_write import DcpWriter, row_pieces, waiting_bytes
+from hp_muon_plugin.checkpoint.dcp_write import DcpWriter, waiting_bytes
 from hp_muon_plugin.checkpoint.hashing import piece_bytes
 from hp_muon_plugin.checkpoint.lazy import Lazy
 
@@ -20,13 +20,13 @@ def dcp_tree(folder: Path, target: Target, count: Callable[[int], None], budget:
     Args:
         folder: An empty folder.
         target: How large files are.
-        count: Called with bytes of tensors as they are written.
+        count: Called with bytes of tensors as they are written, in any thread.
         budget: Bytes of tensors to hold at a time.
 
     Yields:
         The tree.
     """
-    with DcpWriter(folder, target.shard_bytes, waiting_bytes=waiting_bytes(budget)) as writer:
+    with DcpWriter(folder, target.shard_bytes, None, waiting_bytes(budget), target.jobs) as writer:
         tree = DcpTree(writer, count, budget)
         yield tree
         writer.close(tree.paths)
@@ -37,7 +37,7 @@ class DcpTree:
 
     Args:
         writer: Of the folder.
-        count: Called with bytes of tensors as they are written.
+        count: Called with bytes of tensors as they are written, in any thread.
         budget: Bytes of tensors to hold at a time.
 
     Attributes:
@@ -54,15 +54,7 @@ class DcpTree:
         """Write a tensor, in as many chunks as memory asks for."""
         key = self._key(path)
         self._writer.declare(key, value.shape, value.dtype)
-        if not value.shape:
-            self._writer.write(key, value.rows(), ())
-            self._count(value.nbytes)
-            return
-        rest = (0,) * (len(value.shape) - 1)
-        for start, stop in row_pieces(value.shape, value.dtype.itemsize, self._chunk_bytes):
-            chunk = value.rows(start, stop)
-            self._writer.write(key, chunk, (start, *rest))
-            self._count(chunk.nbytes)
+        self._writer.copy(key, value, self._count, self._chunk_bytes)
 
     def value(self, path: tuple[Any, ...], value: Any) -> None:
         """Write a byte object."""

@@ -13,7 +13,6 @@ from hp_muon_plugin.checkpoint.formats.hf import CONFIG, INDEX, NAME
 from hp_muon_plugin.checkpoint.formats.hf_config import config_of, family_of, shapes_of, vocabulary
 from hp_muon_plugin.checkpoint.formats.hf_heads import Heads, split
 from hp_muon_plugin.checkpoint.formats.hf_names import Family, fused
-from hp_muon_plugin.checkpoint.hashing import piece_bytes
 from hp_muon_plugin.checkpoint.lazy import Lazy
 from hp_muon_plugin.checkpoint.megatron_names import registration_order
 from hp_muon_plugin.checkpoint.safetensors_files import write_file
@@ -66,7 +65,7 @@ class HfWriter:
         place: dict[str, str] = {}
         for index, tensors in enumerate(files):
             file = "model.safetensors" if len(files) == 1 else f"model-{index + 1:05d}-of-{len(files):05d}.safetensors"
-            write_file(folder / file, tensors, count, piece_bytes(budget), {"format": "pt"})
+            write_file(folder / file, tensors, count, target.jobs, {"format": "pt"})
             place |= dict.fromkeys(tensors, file)
         total = sum(value.nbytes for value in stored.values())
         if len(files) > 1:

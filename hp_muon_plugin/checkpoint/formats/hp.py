@@ -1,18 +1,18 @@
 """Our own format: torch DCP files and a manifest. It holds everything that a canonical checkpoint has."""
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from hp_muon_plugin.checkpoint import lazy
 from hp_muon_plugin.checkpoint.canonical import Info, Key, RunState, Source, Target
 from hp_muon_plugin.checkpoint.dcp_files import DcpFolder
-from hp_muon_plugin.checkpoint.dcp_write import DcpWriter, Parts, waiting_bytes
+from hp_muon_plugin.checkpoint.dcp_write import DcpWriter, waiting_bytes
 from hp_muon_plugin.checkpoint.folders import MANIFEST, write_durably
-from hp_muon_plugin.checkpoint.hashing import HASH, Room, piece_bytes, pieces
+from hp_muon_plugin.checkpoint.hashing import HASH, piece_bytes
 from hp_muon_plugin.checkpoint.manifest import (
     FileInfo,
     Manifest,
@@ -23,6 +23,7 @@ from hp_muon_plugin.checkpoint.manifest import (
     with_tensors,
     without_tensors,
 )
+from hp_muon_plugin.checkpoint.writes import Buffer
 
 
 class HpSource:
@@ -116,12 +117,11 @@ class HpWriter:
 
     def write(self, source: Source, folder: Path, target: Target, count: Callable[[int], None], budget: int) -> None:
         """As :class:`~hp_muon_plugin.checkpoint.canonical.Writer`."""
-        with ThreadPoolExecutor(1, "hash-files") as pool:
-            files = FileDigests(pool, waiting_bytes(budget))
-            with DcpWriter(folder, target.shard_bytes, files.add, waiting_bytes(budget)) as writer:
-                manifest = self._write(source, writer, count, piece_bytes(budget))
-                writer.close()
-            manifest = replace(manifest, files=files.infos() | {".metadata": hashed(folder / ".metadata")})
+        files = FileDigests()
+        with DcpWriter(folder, target.shard_bytes, files.add, waiting_bytes(budget), target.jobs) as writer:
+            manifest = self._write(source, writer, count, piece_bytes(budget))
+            writer.close()
+        manifest = replace(manifest, files=files.infos() | {".metadata": hashed(folder / ".metadata")})
         write_durably(folder / MANIFEST, manifest_text(manifest))
 
     def _write(self, source: Source, writer: DcpWriter, count: Callable[[int], None], piece: int) -> Manifest:
@@ -129,10 +129,7 @@ class HpWriter:
         for key, info in source.tensors().items():
             infos[str(key)] = info
             writer.declare(str(key), info.shape, info.dtype)
-            for start, stop in pieces(info, piece):
-                rows = source.read(key, start, stop)
-                writer.write(str(key), rows, (start, *(0 for _ in info.shape[1:])) if info.shape else ())
-                count(rows.nbytes)
+            writer.copy(str(key), lazy.canonical(source, key), count, piece)
         state, tensors = without_tensors(source.state())
         for name, value in tensors.items():
             value = value.contiguous().cpu()
@@ -142,41 +139,26 @@ class HpWriter:
 
 
 class FileDigests:
-    """Hashes of files, computed while they are written.
+    """Hashes of files, computed while they are written: each by one thread, from its first byte to its last."""
 
-    Args:
-        pool: One thread, which hashes what it is given in order.
-        limit: Bytes that may wait.
-    """
-
-    def __init__(self, pool: ThreadPoolExecutor, limit: int) -> None:
-        self._pool = pool
-        self._room = Room(limit)
+    def __init__(self) -> None:
         self._hashes: dict[str, Any] = {}
         self._sizes: dict[str, int] = {}
 
-    def add(self, file: str, parts: "Future[Parts]", nbytes: int) -> None:
+    def add(self, file: str, part: Buffer) -> None:
         """Bytes appended to a file.
 
         Args:
             file: Its name.
-            parts: What is written; it does not change later.
-            nbytes: How much it is.
+            part: What was written.
         """
-        self._room.take(nbytes)
-        self._sizes[file] = self._sizes.get(file, 0) + nbytes
-        self._pool.submit(self._update, self._hashes.setdefault(file, HASH()), parts, nbytes)
-
-    def _update(self, found: Any, parts: "Future[Parts]", nbytes: int) -> None:
-        try:
-            for part in parts.result():
-                found.update(part)
-        finally:
-            self._room.give(nbytes)
+        if file not in self._hashes:
+            self._hashes[file] = HASH()
+        self._sizes[file] = self._sizes.get(file, 0) + len(part)
+        self._hashes[file].update(part)
 
     def infos(self) -> dict[str, FileInfo]:
-        """Size and hash of every file, all of which have been written without an error."""
-        self._pool.submit(int).result()  # the others have been done before
+        """Size and hash of every file."""
         return {name: FileInfo(self._sizes[name], found.hexdigest()) for name, found in self._hashes.items()}
 
 

@@ -19,7 +19,6 @@ from hp_muon_plugin.checkpoint.formats.base import (
 from hp_muon_plugin.checkpoint.formats.fsdp2_write import state_tensors
 from hp_muon_plugin.checkpoint.formats.hyper_parallel import METADATA, NAME
 from hp_muon_plugin.checkpoint.formats.spelling import prediction
-from hp_muon_plugin.checkpoint.hashing import piece_bytes
 from hp_muon_plugin.checkpoint.lazy import Lazy
 from hp_muon_plugin.checkpoint.megatron_names import registration_order
 from hp_muon_plugin.checkpoint.torch_archive_stream import write_archive
@@ -58,7 +57,7 @@ class HyperParallelWriter:
         tensors = dict(_tensors(source, target))
         for rank in range(world):
             share = {key: _share(value, rank, world) for key, value in tensors.items() if value.shape or rank == 0}
-            write_archive(folder / _file(rank), share, count, piece_bytes(budget))
+            write_archive(folder / _file(rank), share, count, target.jobs)
         order = sorted(kinds_by_name(source), key=registration_order)
         groups, spell = (
             groups_of(state.hyper, [name for name in order if name in state.hyper]),
@@ -70,7 +69,7 @@ class HyperParallelWriter:
             "iteration": state.iteration,
         }
         sizes = {key: _put(folder, key, pickle.dumps(value, protocol=4)) for key, value in objects.items()}
-        write_archive(folder / _object_file(RECORD), record(source, momentum_of(source, target, None)), count, 2**20)
+        write_archive(folder / _object_file(RECORD), record(source, momentum_of(source, target, None)), count)
         sizes[RECORD] = (folder / _object_file(RECORD)).stat().st_size
         _put_file(folder / METADATA, _pickled(_metadata(tensors, sizes, world)))
 

@@ -20,7 +20,6 @@ from hp_muon_plugin.checkpoint.formats.legacy_rank import MODEL_FILE, OPTIMIZER_
 from hp_muon_plugin.checkpoint.formats.megatron_run import megatron_args
 from hp_muon_plugin.checkpoint.formats.random_states import by_place, rank_name
 from hp_muon_plugin.checkpoint.formats.stages import INSIDE, bucket_size_of, expert_tensors_of, sizes_of
-from hp_muon_plugin.checkpoint.hashing import piece_bytes
 from hp_muon_plugin.checkpoint.lazy import Lazy
 from hp_muon_plugin.checkpoint.run_values import random_state
 from hp_muon_plugin.checkpoint.step_counts import StepPlace, fused_values, group_value, wanted_place
@@ -65,7 +64,7 @@ class LegacyWriter:
     def write(self, source: Source, folder: Path, target: Target, count: Callable[[int], None], budget: int) -> None:
         """As :class:`~hp_muon_plugin.checkpoint.canonical.Writer`."""
         made = _plan(source, target)
-        form, groups, chunk = _form(made), _groups(made), piece_bytes(budget)
+        form, groups = _form(made), _groups(made)
         random = by_place(source.state())
         for rank in made.ranks():
             here = folder / _folder(made, rank)
@@ -90,8 +89,8 @@ class LegacyWriter:
                     dense = [None] if len(groups) > 1 and rank.expert != first else []
                     each = [{name for _, item in part for name in item} for part in groups[len(dense) :]]
                     flats = [*dense, *(_buffers(made, rank, chunks, wanted) for wanted in each)]
-                    write_archive(here / OPTIMIZER_FILE, _one_or_list(flats), count, chunk)
-            write_archive(here / MODEL_FILE, value, count, chunk)
+                    write_archive(here / OPTIMIZER_FILE, _one_or_list(flats), count, target.jobs)
+            write_archive(here / MODEL_FILE, value, count, target.jobs)
 
 
 def _plan(source: Source, target: Target) -> Plan:

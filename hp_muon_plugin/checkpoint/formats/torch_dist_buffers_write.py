@@ -8,7 +8,7 @@ import torch
 
 from hp_muon_plugin.checkpoint import lazy
 from hp_muon_plugin.checkpoint.canonical import Key, Kind, Source, Target
-from hp_muon_plugin.checkpoint.dcp_write import DcpWriter, row_pieces
+from hp_muon_plugin.checkpoint.dcp_write import DcpWriter
 from hp_muon_plugin.checkpoint.formats import names
 from hp_muon_plugin.checkpoint.formats.flat_layout import buckets
 from hp_muon_plugin.checkpoint.formats.legacy_plan import Buffer, Plan, Rank, plan
@@ -129,11 +129,7 @@ def _write_bucket(
     end = 0
     for start, part in parts:
         _fill(writer, key, end, start)
-        row = part.numel // part.shape[0] if part.shape and part.shape[0] else 1
-        for first, stop in row_pieces(part.shape, part.dtype.itemsize, piece):
-            rows = part.rows(first, stop).reshape(-1)
-            writer.write(key, rows, (start + first * row,))
-            count(rows.nbytes)
+        writer.copy(key, part, count, piece, flat_at=start)
         end = start + part.numel
     _fill(writer, key, end, length)
 

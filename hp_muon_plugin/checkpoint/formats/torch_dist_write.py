@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from hp_muon_plugin.checkpoint import lazy
 from hp_muon_plugin.checkpoint.canonical import Info, Key, Kind, Momentum, Source, Target
 from hp_muon_plugin.checkpoint.dcp_write import DcpWriter, waiting_bytes
 from hp_muon_plugin.checkpoint.folders import write_durably
@@ -23,7 +24,7 @@ from hp_muon_plugin.checkpoint.formats.torch_dist_common import (
     uneven_steps,
 )
 from hp_muon_plugin.checkpoint.formats.torch_dist_style import BUCKETS, sharding_of, style_of_target
-from hp_muon_plugin.checkpoint.hashing import piece_bytes, pieces
+from hp_muon_plugin.checkpoint.hashing import piece_bytes
 from hp_muon_plugin.checkpoint.megatron_names import Style, is_expert, moe_layers_of, place
 from hp_muon_plugin.checkpoint.step_counts import wanted_place, with_step
 from hp_muon_plugin.errors import ConfigError
@@ -93,7 +94,7 @@ class TorchDistWriter:
         for group in (group for items in lists for group in items if "momentum_convention" in group):
             group["momentum_convention"] = "moving_average" if is_converted else "sum"
         place, is_float32 = wanted_place(source, target), _is_float32(source.tensors())
-        with DcpWriter(folder, target.shard_bytes, waiting_bytes=waiting_bytes(budget)) as writer:
+        with DcpWriter(folder, target.shard_bytes, None, waiting_bytes(budget), target.jobs) as writer:
             self._write_tensors(source, writer, target, sharding, count, piece_bytes(budget))
             self._write_objects(source, writer, target)
             if sharding == BUCKETS and chain:
@@ -125,13 +126,8 @@ class TorchDistWriter:
             if key not in infos:
                 read_key = Key(key.name, Kind.weight)
             factor = momentum_factor(source, key.name) if key.kind == Kind.momentum else 1.0
-            for start, stop in pieces(infos[read_key], piece):
-                rows = source.read(read_key, start, stop).to(dtype)
-                rows = rows if factor == 1.0 else rows * factor
-                stack = rows.view(*(1 for _ in where.index), *rows.shape)
-                offsets = (*where.index, start, *(0 for _ in rows.shape[1:])) if rows.dim() else where.index
-                writer.write(f"{prefix}{where.key}", stack, offsets)
-                count(rows.nbytes)
+            value = lazy.scaled(lazy.cast(lazy.canonical(source, read_key), dtype), factor)
+            writer.copy(f"{prefix}{where.key}", value, count, piece, where.index)
             missing = _padding(source, target, key.name)
             if missing:
                 start, *rest = infos[read_key].shape
