@@ -4,6 +4,7 @@ A reader says what a canonical tensor is made of (a slice of one file, the ranks
 stack), a writer what a stored tensor is made of. Nothing is read before :meth:`Lazy.rows`.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -171,19 +172,24 @@ def flat_of(parts: Sequence[tuple[int, Lazy]], numel: int) -> Lazy:
         numel: Elements of the whole.
     """
 
+    firsts, dtype = [first for first, _ in parts], parts[0][1].dtype
+
     def read(start: int, stop: int) -> torch.Tensor:
-        out = torch.zeros(stop - start, dtype=parts[0][1].dtype)
-        for first, part in parts:
+        out = None
+        for first, part in parts[max(0, bisect_right(firsts, start) - 1) : bisect_left(firsts, stop)]:
             a, b = max(start, first), min(stop, first + part.numel)
             if a >= b:
                 continue
             row = prod(part.shape[1:])
             top, bottom = (a - first) // row, -((first - b) // row)
-            found = part.rows(top, bottom).reshape(-1)
-            out[a - start : b - start] = found[a - first - top * row :][: b - a]
-        return out
+            found = part.rows(top, bottom).reshape(-1)[a - first - top * row :][: b - a]
+            if (a, b) == (start, stop) and found.dtype == dtype:
+                return found  # mostly: a block is small beside a matrix
+            out = torch.zeros(stop - start, dtype=dtype) if out is None else out
+            out[a - start : b - start] = found
+        return torch.zeros(stop - start, dtype=dtype) if out is None else out
 
-    return Lazy((numel,), parts[0][1].dtype, read)
+    return Lazy((numel,), dtype, read)
 
 
 def transposed(matrix: Lazy) -> Lazy:

@@ -12,7 +12,7 @@ import torch
 from hp_muon_plugin.checkpoint.files import Files
 from hp_muon_plugin.checkpoint.lazy import Lazy
 from hp_muon_plugin.checkpoint.torch_archive import raw_bytes
-from hp_muon_plugin.checkpoint.writes import Writes, write_at
+from hp_muon_plugin.checkpoint.writes import SharedFile, Writes
 from hp_muon_plugin.errors import CheckpointError, DamageError
 
 _DTYPES = {
@@ -106,15 +106,15 @@ def write_file(
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with open(path, "xb", buffering=0) as file, Writes(jobs) as writes:
-        handle, place = file.fileno(), 8 + len(text)
-        write_at(handle, 0, [len(text).to_bytes(8, "little"), text])
+        shared, place = SharedFile(file.fileno()), 8 + len(text)
+        shared.write(0, len(text).to_bytes(8, "little") + text)
         for tensor in tensors.values():
             thread = writes.threads[writes.idlest]
-            thread.put(partial(_copy, writes, tensor, count, handle, place), tensor.nbytes)
+            thread.put(partial(_copy, writes, tensor, count, shared, place), tensor.nbytes)
             place += tensor.nbytes
 
 
-def _copy(writes: Writes, tensor: Lazy, count: Callable[[int], None], handle: int, place: int) -> None:
+def _copy(writes: Writes, tensor: Lazy, count: Callable[[int], None], file: SharedFile, place: int) -> None:
     for block in writes.blocks(tensor, count):
-        write_at(handle, place, [block])
+        file.write(place, block)
         place += len(block)

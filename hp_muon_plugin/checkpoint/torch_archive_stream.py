@@ -17,7 +17,7 @@ from isal.isal_zlib import crc32
 from hp_muon_plugin.checkpoint import lazy
 from hp_muon_plugin.checkpoint.lazy import Lazy
 from hp_muon_plugin.checkpoint.torch_archive_write import STORAGES
-from hp_muon_plugin.checkpoint.writes import Writes, write_at
+from hp_muon_plugin.checkpoint.writes import SharedFile, Writes
 from hp_muon_plugin.checkpoint.zip_records import Record, directory
 
 _ROOT = "archive"
@@ -71,7 +71,7 @@ def write_archive(path: Path, value: Any, count: Callable[[int], None], jobs: in
     sums: list[Future[int]] = []
     records: list[Record] = []
     with open(path, "xb", buffering=0) as file:
-        handle = file.fileno()
+        shared = SharedFile(file.fileno())
         with Writes(jobs) as writes:
             for name, content in contents:
                 nbytes = content.nbytes if isinstance(content, Lazy) else len(content)
@@ -79,18 +79,18 @@ def write_archive(path: Path, value: Any, count: Callable[[int], None], jobs: in
                 records.append(record)
                 found = writes.blocks(content, count) if isinstance(content, Lazy) else [content]
                 thread = writes.threads[writes.idlest]
-                sums.append(thread.put(partial(_put, handle, record.content_at, found), nbytes))
+                sums.append(thread.put(partial(_put, shared, record.content_at, found), nbytes))
         for record, crc in zip(records, sums, strict=True):
             record.crc = crc.result()
-            write_at(handle, record.content_at - len(record.local()), [record.local()])
-        write_at(handle, records[-1].end, [directory(records)])
+            shared.write(record.content_at - len(record.local()), record.local())
+        shared.write(records[-1].end, directory(records))
 
 
-def _put(handle: int, place: int, found: Iterable[bytes | memoryview]) -> int:
+def _put(file: SharedFile, place: int, found: Iterable[bytes | memoryview]) -> int:
     """Write blocks one after another. Gives their checksum."""
     crc = 0
     for block in found:
         crc = crc32(block, crc)
-        write_at(handle, place, [block])
+        file.write(place, block)
         place += len(block)
     return crc

@@ -144,6 +144,28 @@ class Writes:
             self.shut_down()
 
 
+class SharedFile:
+    """A file that several threads write. One does so at a time, as the kernel would have it, but others do not spin.
+
+    Args:
+        handle: Of the file.
+    """
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+        self._lock = threading.Lock()
+
+    def write(self, place: int, part: Buffer) -> None:
+        """Write all of a buffer.
+
+        Args:
+            place: First byte in the file.
+            part: The bytes.
+        """
+        with self._lock:
+            write_at(self._handle, place, [part])
+
+
 def write_at(handle: int, place: int, parts: Sequence[Buffer]) -> None:
     """Write all of some buffers.
 
