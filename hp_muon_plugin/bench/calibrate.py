@@ -45,7 +45,7 @@ def calibrate(
         Rows for this device, the first that fits decides. A short side between two measured ones
         goes with the one that is nearer in proportion.
     """
-    smallest = Algorithm(Form.standard, dtype=dtype or FloatDtype.float32)
+    smallest = Algorithm(Form.standard, dtype=_candidate_dtypes(device, dtype)[-1])
     rules = [Rule(device.type, _ALWAYS_STANDARD_BELOW, 1.0, smallest, dtype)]
     for index, short in enumerate(shorts):
         bound = _ANY if index + 1 == len(shorts) else round((short * shorts[index + 1]) ** 0.5)
@@ -82,11 +82,15 @@ def _times(
     return {contenders[name][0]: times[name].median(clock) for name in times}
 
 
+def _candidate_dtypes(device: torch.device, asked: FloatDtype | None) -> list[FloatDtype]:
+    """Types to measure. Where another is asked for on a CPU, float32 may be faster, as it is for the smallest."""
+    if asked is not None:
+        return [asked, FloatDtype.float32] if device.type == "cpu" and asked is not FloatDtype.float32 else [asked]
+    return [FloatDtype.float32] if device.type == "cpu" else [FloatDtype.float16, FloatDtype.float32]
+
+
 def _candidates(device: torch.device, short: int, asked: FloatDtype | None) -> Iterator[Algorithm]:
-    dtypes = [FloatDtype.float32] if device.type == "cpu" else [FloatDtype.float32, FloatDtype.float16]
-    if asked is not None:  # on a CPU float32 may be faster as well as more accurate
-        dtypes = [asked, FloatDtype.float32] if device.type == "cpu" and asked is not FloatDtype.float32 else [asked]
-    for dtype in dtypes:
+    for dtype in _candidate_dtypes(device, asked):
         for form in Form:
             for blocks in (1, 2, 4, 8, 16) if short >= _SMALLEST_SYMMETRIC else (1,):
                 if blocks == 1 or short // blocks >= _SMALLEST_BLOCK:

@@ -12,10 +12,11 @@ from hp_muon_plugin.bench.newton_schulz import OURS, contest, judge, kernels, le
 from hp_muon_plugin.bench.ns_cases import MISSION, Case, parse_case, read_cases
 from hp_muon_plugin.bench.timing import Times, interleave, paired_ratio
 from hp_muon_plugin.cli.main import main
+from hp_muon_plugin.config.choices import FloatDtype
 from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.errors import ConfigError
 from hp_muon_plugin.layout.spec import ParamSpec, Role, plain_matrix
-from hp_muon_plugin.muon.algorithm import TABLE, choose
+from hp_muon_plugin.muon.algorithm import TABLE, Form, choose
 from hp_muon_plugin.muon.plan import build_plan
 from hp_muon_plugin.muon.rule_file import load_table, save_table
 
@@ -140,6 +141,13 @@ def test_a_calibrated_table_is_read_back_and_used(tmp_path: Path) -> None:
     spec = ParamSpec("w", Role.matrix, (40, 120), view=plain_matrix(40, 120))
     planned = build_plan([spec], HpMuon(ns_table=str(path))).stages[0].batches[0].algorithm
     assert planned == choose("cpu", 40, 120, table=read)
+
+
+def test_the_smallest_matrices_of_a_cpu_take_float32_whatever_is_asked_for() -> None:
+    for asked in (None, FloatDtype.bfloat16, FloatDtype.float16, FloatDtype.float32):
+        rules = calibrate(CPU, budget_s=0.0, shorts=(12,), aspects=(1.0,), dtype=asked, report=lambda _: None)
+        assert (rules[0].algorithm.form, rules[0].algorithm.dtype) == (Form.standard, FloatDtype.float32)
+        assert rules[0].asked == asked
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"rows": [{"device": "cpu"}]}', "[1]"])
