@@ -153,7 +153,7 @@ def build_chunk(core: Any, config: Train, chosen: Features, place: int) -> torch
     mtp = None
     if "mtp" in chosen:
         mtp = get_gpt_mtp_block_spec(core, spec, use_transformer_engine=False, **_known(get_gpt_mtp_block_spec, **vp))
-        if not last:
+        if not last and getattr(core, "pipeline_model_parallel_layout", None) is None:
             mtp = None
     chunk: torch.nn.Module = GPTModel(
         core,

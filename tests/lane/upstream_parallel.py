@@ -7,7 +7,6 @@ stages, uneven ones, and multi-token prediction. The plugin builds the chunks an
 import argparse
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,56 +15,16 @@ import torch.distributed as dist
 
 from hp_muon_plugin.config.choices import Precision
 from hp_muon_plugin.config.optimizer import AdamW
-from hp_muon_plugin.config.trainer import Model, Topology, Train
+from hp_muon_plugin.config.trainer import Model, Train
 from hp_muon_plugin.megatron.versions import core_version
 from hp_muon_plugin.train.setup import Launch
-from lane.combos import PADDED, Features, build_chunk, core_config, model_options, topology
+from lane.combos import build_chunk, core_config, model_options
 from lane.fused_adam import use_fused_adam
 from lane.harness import SEQ, batches, start, train_config
+from lane.upstream_mesh import Mesh
 from lane.upstream_runs import sha256
 
 BATCH = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Mesh:
-    """A run.
-
-    Attributes:
-        features: As in combos.py.
-        tied: Whether the output layer is the embedding.
-        first: Layers of the first stage, if stages are uneven.
-        layers: Layers of the decoder.
-        bucket_size: Elements at which a bucket is closed; None for one bucket.
-    """
-
-    features: Features
-    tied: bool = False
-    first: int | None = None
-    layers: int = 4
-    bucket_size: int | None = None
-
-    @property
-    def sizes(self) -> Topology:
-        """Parallel sizes; experts that are not there have the tensor ranks of the rest, as Megatron's arguments do."""
-        found = topology(self.features)
-        return found if model_options(self.features).moe else replace(found, etp=found.tp)
-
-    @property
-    def args(self) -> dict[str, Any]:
-        """What Megatron's arguments say of it."""
-        sizes, vpp = self.sizes, "vpp" in self.features
-        return {
-            **{"num_layers": self.layers, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2},
-            **{"group_query_attention": True, "swiglu": True, "bf16": True, "vocab_size": PADDED},
-            **{"tensor_model_parallel_size": sizes.tp, "pipeline_model_parallel_size": sizes.pp},
-            **{"expert_model_parallel_size": sizes.ep, "expert_tensor_parallel_size": sizes.etp},
-            **{"virtual_pipeline_model_parallel_size": 2 if vpp else None},
-            **{"decoder_first_pipeline_num_layers": self.first},
-            **{"untie_embeddings_and_output_weights": not self.tied, "transformer_impl": "local"},
-            **{"mtp_num_layers": 1 if "mtp" in self.features else None, "use_distributed_optimizer": True},
-            **{"overlap_grad_reduce": self.bucket_size is not None, "ddp_bucket_size": self.bucket_size},
-        }
 
 
 class Parallel:
@@ -75,6 +34,8 @@ class Parallel:
         launch: This rank.
         mesh: What to build.
     """
+
+    distributed = True
 
     def __init__(self, launch: Launch, mesh: Mesh) -> None:
         from megatron.core import parallel_state
@@ -86,25 +47,32 @@ class Parallel:
         self.config: Train = train_config(
             options, mesh.sizes, optimizer=AdamW(), precision=Precision.bf16, global_batch=BATCH
         )
-        more = {"virtual_pipeline_model_parallel_size": 2} if "vpp" in mesh.features else {}
+        more: dict[str, Any] = {"virtual_pipeline_model_parallel_size": 2} if "vpp" in mesh.features else {}
+        if mesh.layout:  # as Megatron's trainer, for multi-token prediction on a stage between the first and the last
+            more["get_embedding_ranks"] = list
         parallel_state.initialize_model_parallel = functools.partial(parallel_state.initialize_model_parallel, **more)
         start(launch, self.config)
-        use_fused_adam()
         self._build()
+        self.optimizer = self._optimizer()
 
     def _build(self) -> None:
-        from megatron.core import optimizer as factory
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.transformer.module import Float16Module
 
         core = core_config(self.mesh.features, self.config)
         core.num_layers_in_first_pipeline_stage = self.mesh.first
+        if self.mesh.layout:
+            from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+            layout = PipelineParallelLayerLayout.from_str(self.mesh.layout, self.mesh.sizes.pp)
+            core.pipeline_model_parallel_layout = layout
+            core.mtp_standalone = layout.validate_layer_layout(self.mesh.layers, core.mtp_num_layers)
         places = range(2 if "vpp" in self.mesh.features else 1)
         self.chunks = [build_chunk(core, self.config, self.mesh.features, place) for place in places]
         many = self.mesh.bucket_size is not None
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
-            use_distributed_optimizer=True,
+            use_distributed_optimizer=self.distributed,
             overlap_grad_reduce=many,
             bucket_size=self.mesh.bucket_size,
         )
@@ -115,11 +83,20 @@ class Parallel:
         if many:
             no_sync = [model.no_sync for model in self.models]
             core.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
-        options = factory.OptimizerConfig(
-            **{"optimizer": "adam", "lr": 3e-3, "min_lr": 1e-3, "weight_decay": 0.1, "adam_beta2": 0.95},
-            **{"clip_grad": 1.0, "bf16": True, "params_dtype": torch.bfloat16, "use_distributed_optimizer": True},
-        )
-        self.optimizer = factory.get_megatron_optimizer(options, self.models)
+
+    def options(self, **more: Any) -> Any:
+        """Of an optimizer."""
+        from megatron.core.optimizer import OptimizerConfig
+
+        values = {"lr": 3e-3, "min_lr": 1e-3, "weight_decay": 0.1, "adam_beta2": 0.95, "clip_grad": 1.0, "bf16": True}
+        return OptimizerConfig(**{**values, "params_dtype": torch.bfloat16, **more})
+
+    def _optimizer(self) -> Any:
+        from megatron.core import optimizer as factory
+
+        use_fused_adam()
+        options = self.options(optimizer="adam", use_distributed_optimizer=True)
+        return factory.get_megatron_optimizer(options, self.models)
 
     def train(self, steps: int, first_step: int = 0) -> list[float]:
         """Losses of some steps, the same samples on every mesh."""
@@ -203,6 +180,16 @@ class Parallel:
         state["optimizer"] = self.optimizer.sharded_state_dict(model, is_loading=is_loading, **how)
         return state
 
+    def refusal(self) -> str:
+        """Why a chunk has no sharded keys; empty if all have."""
+        how: dict[str, Any] = {} if core_version().lane < (0, 14) else {"metadata": {"singleton_local_shards": False}}
+        try:
+            for chunk in self.chunks:
+                chunk.sharded_state_dict(**how)
+        except AssertionError as error:
+            return f"AssertionError: {error}"
+        return ""
+
     def _save_dist(self, folder: Path, form: str) -> None:
         from megatron.core import dist_checkpointing
 
@@ -226,7 +213,16 @@ class Parallel:
         state["optimizer"] = self.optimizer.state_dict()
         if self.mpu.get_expert_data_parallel_rank() == 0:
             torch.save({**state, **self._common()}, own / "model_optim_rng.pt")
+        self._save_state(own)
+
+    def _save_state(self, own: Path) -> None:
+        """Save what the optimizer has beside the model's file."""
         self.optimizer.save_parameter_state(str(own / "distrib_optim.pt"))
+
+    def _load_state(self, own: Path, saved: dict[str, Any]) -> None:
+        """Load what :meth:`_save_state` or a conversion wrote."""
+        self.optimizer.load_state_dict(saved["optimizer"])
+        self.optimizer.load_parameter_state(str(own / "distrib_optim.pt"))
 
     def load(self, folder: Path, form: str) -> None:
         """Load what :meth:`save` or a conversion wrote."""
@@ -242,9 +238,10 @@ class Parallel:
             )
         for place, chunk in enumerate(self.chunks):
             chunk.load_state_dict(saved["model" if len(self.chunks) == 1 else f"model{place}"], strict=True)
-        self.optimizer.load_state_dict(saved["optimizer"])
         if form == "legacy":
-            self.optimizer.load_parameter_state(str(own / "distrib_optim.pt"))
+            self._load_state(own, saved)
+        else:
+            self.optimizer.load_state_dict(saved["optimizer"])
 
     def spoil(self) -> None:
         """Make everything wrong, so that what is right later was loaded."""

@@ -192,9 +192,10 @@ def _shared(name: str, rank: RankFile) -> bool:
     bare = name.split("/", 1)[1]
     if pipelines == 1 or bare not in (names.EMBEDDING, names.OUTPUT):
         return False
-    if rank.args.get("mtp_num_layers"):
-        return bare == names.EMBEDDING
-    return tied
+    if bare == names.EMBEDDING:
+        return tied or bool(rank.args.get("mtp_num_layers"))
+    # Where multi-token prediction has a copy of the embedding, that is the tied output layer, and this one is idle.
+    return tied and names.EMBEDDING not in rank.chunks[int(name.split("/", 1)[0])]
 
 
 def _plain(rank: RankFile, params: _Params, saved: Any) -> Named:

@@ -88,8 +88,8 @@ class Plan:
             found = {local: name for name in self.order if (local := self._local(name, chunk, rank, spell)) is not None}
             if self.target.pp > 1 and chunk.predicts:
                 found[names.EMBEDDING] = names.EMBEDDING
-            elif self.target.pp > 1 and chunk.ends and self.tied:
-                found[names.OUTPUT] = names.EMBEDDING
+            if self.target.pp > 1 and chunk.ends and self.tied:
+                found[names.OUTPUT] = names.EMBEDDING  # beside multi-token prediction an idle one
             each.append({name: found[name] for name in sorted(found, key=registration_order)})
         return each
 
@@ -109,7 +109,9 @@ class Plan:
                     continue
                 weight = self.tensor(name, Kind.weight, rank)
                 buffer = found.setdefault((number, weight.dtype), Buffer(number, weight.dtype, [], {}))
-                buffer.entries.append((local, prod(weight.shape), shares and name == names.EMBEDDING))
+                idle = local == names.OUTPUT and names.EMBEDDING in chunk
+                alone = shares and name == names.EMBEDDING and not idle
+                buffer.entries.append((local, prod(weight.shape), alone))
                 buffer.names[local] = name
         return list(found.values())
 
@@ -136,6 +138,11 @@ class Plan:
         """How tensor-parallel ranks share a parameter."""
         local = self.source.state().args.get("transformer_impl") != "transformer_engine"
         return names.cut_of(name, gated=name in self.gated, down_cut=local)
+
+    @property
+    def has_idle_output(self) -> bool:
+        """Whether the last of several stages has multi-token prediction, a tied output layer, and so an idle copy."""
+        return self.target.pp > 1 and self.tied and any(chunk.predicts and chunk.ends for chunk in self.stages[-1])
 
     def _local(self, name: str, chunk: Chunk, rank: Rank, spell: Callable[[str], str]) -> str | None:
         """Name of a parameter in a chunk of a rank; None if it is not there."""
@@ -236,14 +243,6 @@ def _check_division(made: Plan) -> None:
     if sizes.pp < 1 or (sizes.pp > 1 and made.num_layers == 0):
         why = f"the model has {made.num_layers} layers, which do not divide"
         raise ConfigError("--pp", sizes.pp, why, f"choose a divisor of {made.num_layers or 1}")
-    if sizes.pp > 1 and made.tied and any(name.startswith("mtp.") for name in made.kinds):
-        raise ConfigError(
-            "--pp",
-            sizes.pp,
-            "with multi-token prediction and a tied output layer Megatron trains another model on several stages: its "
-            "last one has an output layer that nothing trains",
-            "--pp 1, or untie the output layer",
-        )
     args = made.source.state().args
     groups = args.get("num_query_groups") if args.get("group_query_attention") else args.get("num_attention_heads")
     if isinstance(groups, int) and groups % sizes.tp:

@@ -31,6 +31,15 @@ def buffers_plan(source: Source, target: Target) -> Plan:
         ConfigError: If it does not divide so, or its optimizer keeps other state than Adam's.
     """
     made = plan(source, target, expert_tensors=expert_tensors_of(source, target))
+    if made.has_idle_output:
+        raise ConfigError(
+            "--pp",
+            target.pp,
+            "with multi-token prediction and a tied output layer on the last of several stages Megatron itself neither "
+            "saves nor loads sharded checkpoints (AssertionError in tie_embeddings_and_output_weights_state_dict)",
+            "--pp 1, --to torch, or a stage for multi-token prediction alone: --option "
+            "pipeline_model_parallel_layout='Et|tm|L'",
+        )
     for name, kinds in made.kinds.items():
         if Kind.buffer not in kinds and set(kinds) - {Kind.weight, Kind.main} != set(_KINDS):
             raise ConfigError(
