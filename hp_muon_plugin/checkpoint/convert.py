@@ -15,6 +15,7 @@ import hp_muon_plugin
 from hp_muon_plugin.checkpoint import formats, placing
 from hp_muon_plugin.checkpoint.canonical import Key, Kind, Source, Target, Writer
 from hp_muon_plugin.checkpoint.folders import write_durably
+from hp_muon_plugin.checkpoint.formats.group_members import momentum_decay
 from hp_muon_plugin.checkpoint.hashing import HashingSource, compare_rest, pieces
 from hp_muon_plugin.checkpoint.progress import Progress
 from hp_muon_plugin.checkpoint.syncing import Syncing
@@ -263,7 +264,7 @@ def _changed(source: HashingSource, output: HashingSource, key: Key) -> str:
 
 def _momentum_scale(source: HashingSource, output: HashingSource, key: Key) -> float:
     before, after = source.state().momentum, output.state().momentum
-    decay = source.state().hyper.get(key.name, {}).get("momentum")
+    decay = momentum_decay(source.state().hyper.get(key.name, {}))
     if key.kind != Kind.momentum or before is None or after is None or before == after:
         return 1.0
     if not isinstance(decay, int | float):

@@ -49,7 +49,7 @@ def unlike(ours: object, theirs: object, where: str = "") -> list[str]:
     return [] if ours == theirs else [f"{where}: {ours} for {theirs}"]
 
 
-@pytest.mark.parametrize("name", [name for name in ALL if name != LAYER_WISE])
+@pytest.mark.parametrize("name", ALL)
 def test_files_are_as_megatron_writes_them(name: str, tmp_path: Path) -> None:
     """Loaded by torch, file by file: names in order, groups, flat buffers, schedule."""
     folder = next((fixture(name, tmp_path) / "ckpt").glob("iter_*"))

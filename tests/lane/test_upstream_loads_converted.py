@@ -6,8 +6,8 @@ so are the losses and all of that after two more steps. HP_MUON_ALL_PAIRS=1 take
 
 Left out, because upstream cannot load it: mcore019/dense_dp2_fr_mb (written corrupt), ``fully_sharded_model_space`` in
 a version after 0.12, our ``torch_dist`` with a distributed optimizer in 0.12, ``torch_dcp`` (0.19.2: TypeError), the
-legacy format with float32 weights and a distributed optimizer. Layer-wise Muon without buffer layout is loaded and
-compared, but does not train: it gathers uneven lists, which gloo refuses.
+legacy format with float32 weights and a distributed optimizer, or with layer-wise Muon and buffer layout (its chain has
+no ``save_state_dict_to_file``: AttributeError).
 """
 
 import os
@@ -61,7 +61,7 @@ def _fixture(name: str, folder: Path) -> Path:
 def _sharding(body: dict[str, Any], to: str) -> str:
     """The form that the fixture's own optimizer loads."""
     if to == "torch":
-        return "distributed" if body["distributed_optimizer"] else "plain"
+        return "distributed" if body["distributed_optimizer"] else "layer_wise" if body["layer_wise"] else "plain"
     if body["layer_wise"]:
         return "layer_wise_fully_reshardable" if body["lw_layout"] else "layer_wise"
     return "fully_reshardable" if body["distributed_optimizer"] else "none"
@@ -75,8 +75,8 @@ def _routes(body: dict[str, Any]) -> dict[str, list[str]]:
         own = other = "torch"  # 0.12 wants fully_sharded_model_space, which we do not write
     if not body["bf16"] and body["distributed_optimizer"]:
         own = other = "torch_dist"  # load_parameter_state writes into leaves that require gradients: RuntimeError
-    if body["layer_wise"]:
-        own = other = "torch_dist"  # layer-wise files of the legacy format are read only
+    if body["lw_layout"]:
+        own = other = "torch_dist"
     routes = {f"{via} {own}": [via, own] for via in (VIA if ALL else SHOWN)}
     routes[f"{other}"] = [other]
     if other != own and ALL:

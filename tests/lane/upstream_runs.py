@@ -102,6 +102,8 @@ class Run:
         self.inner = model_of(body)
         self.model = wrapped_of(body, self.inner)
         self.optimizer = optimizer_of(body, self.model, clip)
+        if body["layer_wise"] and not body["lw_layout"]:  # its own, without the uneven lists that gloo refuses
+            self.optimizer.allgather_params = self.optimizer.broadcast_params
         self.schedule = schedule_of(body, self.optimizer)
 
     def outcome(self, load: Load) -> Outcome:
@@ -109,14 +111,8 @@ class Run:
         self.load(load)
         drawn = draws() if load.random else {}
         weights, state = self.weights(), self.state()
-        steps = STEPS if self.can_step else 0
-        losses = [self.step(number) for number in range(steps)]
+        losses = [self.step(number) for number in range(STEPS)]
         return Outcome(weights, state, drawn, losses, [self.weights(), self.state()])
-
-    @property
-    def can_step(self) -> bool:
-        """Whether it trains here: without buffer layout layer-wise Muon gathers uneven lists, which gloo refuses."""
-        return not self.body["layer_wise"] or self.body["lw_layout"]
 
     def load(self, load: Load) -> None:
         """Load as Megatron's trainer does."""

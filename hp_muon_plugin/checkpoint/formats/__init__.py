@@ -77,7 +77,7 @@ FORMATS = {
             "legacy:open_legacy",
             "legacy_write:LegacyWriter",
             flags=("tp", "pp", "ep", "sharding"),
-            options={**_SPELLING, **_PADDING, **_DIVISION, **_MOMENTUM, **_STEP},
+            options={**_SPELLING, **_PADDING, **_DIVISION, "data_parallel_size": _NUMBER, **_MOMENTUM, **_STEP},
         ),
         Format(
             "fsdp_dtensor",

@@ -11,6 +11,7 @@ from hp_muon_plugin.checkpoint import lazy
 from hp_muon_plugin.checkpoint.canonical import Info, Key, Kind, Momentum, RunState, Source, Target
 from hp_muon_plugin.checkpoint.files import Opened
 from hp_muon_plugin.checkpoint.formats import names
+from hp_muon_plugin.checkpoint.formats.group_members import momentum_decay
 from hp_muon_plugin.checkpoint.lazy import Lazy
 from hp_muon_plugin.checkpoint.run_values import plain
 from hp_muon_plugin.checkpoint.step_counts import FACT
@@ -178,7 +179,7 @@ def momentum_factor(source: Source, target: Target, wanted: Momentum | None, nam
     want = _convention(target, "momentum") or wanted
     if has is None or want is None or has is want:
         return 1.0
-    decay = state.hyper.get(name, {}).get("momentum")
+    decay = momentum_decay(state.hyper.get(name, {}))
     if not isinstance(decay, int | float) or not 0 <= decay < 1:
         raise ConfigError(
             "--option momentum",

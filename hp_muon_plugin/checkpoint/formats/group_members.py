@@ -30,7 +30,12 @@ class Param:
 
 def is_muon(group: Mapping[str, Any]) -> bool:
     """Whether a group is updated by orthogonalisation: it has a momentum and no betas."""
-    return "momentum" in group and "betas" not in group
+    return momentum_decay(group) is not None and "betas" not in group
+
+
+def momentum_decay(group: Mapping[str, Any]) -> Any:
+    """Decay of a group's momentum, which earlier Emerging-Optimizers call ``momentum_beta``; None without one."""
+    return group.get("momentum", group.get("momentum_beta"))
 
 
 def muon_takes(param: Param) -> bool:

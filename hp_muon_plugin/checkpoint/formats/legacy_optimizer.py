@@ -1,10 +1,10 @@
 """Optimizer state of one rank of a legacy Megatron checkpoint, in its three forms.
 
 DistributedOptimizer: flat buffers in ``distrib_optim.pt``, and groups without names. Plain: a torch state under
-integer ids. Layer-wise: the same for each data-parallel rank's parameters, in ``layer_wise_optimizer_<rank>.pt``.
+integer ids. Layer-wise: the same for each data-parallel rank's parameters, in files of their own (layer_wise.py).
 """
 
-from collections.abc import Sequence
+import re
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -18,6 +18,7 @@ from hp_muon_plugin.checkpoint.formats.base import RECORD
 from hp_muon_plugin.checkpoint.formats.flat_layout import starts_of
 from hp_muon_plugin.checkpoint.formats.group_members import Param, members
 from hp_muon_plugin.checkpoint.formats.integer_state import Named, Optimizer, named
+from hp_muon_plugin.checkpoint.formats.layer_wise import CONTEXT, DATA, PREFIX, Shares, dealt, file_of
 from hp_muon_plugin.checkpoint.formats.legacy_rank import OPTIMIZER_FILE, RankFile
 from hp_muon_plugin.checkpoint.lazy import Lazy
 from hp_muon_plugin.checkpoint.run_values import number, plain
@@ -25,7 +26,6 @@ from hp_muon_plugin.checkpoint.safe_pickle import Stored
 from hp_muon_plugin.checkpoint.step_counts import StepPlace, place_in
 from hp_muon_plugin.errors import CheckpointError, DamageError
 
-_LAYER_WISE = "layer_wise_optimizer_"
 _CHUNK = "{}/"  # parameters of several chunks are told apart by a prefix
 
 
@@ -69,10 +69,10 @@ def rank_optimizer(rank: RankFile) -> RankState:
     state = RankState([{} for _ in range(count)], [{} for _ in range(count)], [{} for _ in range(count)])
     params = _params(rank)
     folder = rank.files.folder / rank.folder
-    layer_wise = sorted(folder.glob(f"{_LAYER_WISE}*.pt"), key=lambda item: int(item.stem.rsplit("_", 1)[1]))
+    layer_wise = _layer_wise_files(rank)
     saved = rank.value.get("optimizer")
     if layer_wise:
-        state.form, found = "layer_wise", _layer_wise(rank, params, [item.name for item in layer_wise])
+        state.form, found = "layer_wise", _layer_wise(rank, params, layer_wise)
     elif (folder / OPTIMIZER_FILE).is_file():
         state.form, found = "distributed", _distributed(rank, params, saved)
     elif saved is not None and _has_state(saved):
@@ -229,29 +229,27 @@ def _optimizer(rank: RankFile, archive: torch_archive.Archive, saved: dict[str, 
     )
 
 
-def _layer_wise(rank: RankFile, params: _Params, files: Sequence[str]) -> Named:
-    """Parameters sorted by size are dealt out to data-parallel ranks to and fro; each rank numbers its own."""
-    expected = [f"{_LAYER_WISE}{index}.pt" for index in range(len(files))]
-    if list(files) != expected:
-        missing = next(name for name in expected if name not in files)
-        raise DamageError(
-            f"{rank.files.folder / rank.folder} has no {missing}, which holds that rank's share of the optimizer\n"
-            "  fix: copy the files of all ranks"
-        )
-    archives = [torch_archive.Archive(rank.files, f"{rank.folder}/{name}") for name in files]
-    optimizers = [[_optimizer(rank, archive, item) for item in _as_list(archive.value)] for archive in archives]
-    groups = [group for optimizer in optimizers[0] for group in optimizer.groups]
-    dealt = _dealt(groups, members(groups, params.order, rank.args, rank.where), params, len(files))
-    dtypes = {name: weight.dtype for name, weight in params.weights.items()}
+def _layer_wise(rank: RankFile, params: _Params, files: dict[int, str]) -> Named:
+    """Each data-parallel rank has some parameters, and numbers its own; dense ones are spread over several folders."""
+    shares = _shares(rank, files)
     result = Named()
-    for index, name in enumerate(files):
+    own = shares.in_folder(rank.tensor, rank.expert)
+    archives = {data: torch_archive.Archive(rank.files, f"{rank.folder}/{file_of(data)}") for data in own}
+    each = {data: [_optimizer(rank, found, item) for item in _as_list(found.value)] for data, found in archives.items()}
+    if not own:
+        return result
+    groups = [group for optimizer in each[own[0]] for group in optimizer.groups]
+    told = (rank.filled(RECORD) or {}).get("members") or members(groups, params.order, rank.args, rank.where)
+    deal = dealt(groups, told, {name: weight.numel for name, weight in params.weights.items()}, shares)
+    dtypes = {name: weight.dtype for name, weight in params.weights.items()}
+    for data in own:
         share = named(
-            optimizers[index],
+            each[data],
             params.order,
             dtypes,
             rank.args,
-            str(rank.files.folder / rank.folder / name),
-            {"members": dealt[index]},
+            str(rank.files.folder / rank.folder / file_of(data)),
+            {"members": deal.share(data, shares.expert_data_of(rank.tensor, data))},
         )
         result.tensors.update(share.tensors)
         result.steps.update(share.steps)
@@ -260,21 +258,34 @@ def _layer_wise(rank: RankFile, params: _Params, files: Sequence[str]) -> Named:
     return result
 
 
+def _layer_wise_files(rank: RankFile) -> dict[int, str]:
+    """Of each data-parallel rank of a tensor and pipeline rank the folder with its file."""
+    return {
+        int(match[1]): folder
+        for folder in rank.siblings()
+        for item in (rank.files.folder / folder).glob(f"{PREFIX}*.pt")
+        if (match := re.fullmatch(rf"{PREFIX}(\d+)", item.stem))
+    }
+
+
+def _shares(rank: RankFile, files: dict[int, str]) -> Shares:
+    if int(rank.args.get(CONTEXT) or 1) > 1:
+        raise CheckpointError(
+            f"{rank.files.folder} has state of a layer-wise optimizer with {CONTEXT} {rank.args[CONTEXT]}: Megatron "
+            "names its files by data-parallel rank alone, so that context-parallel ranks overwrote each other's\n"
+            "  fix: convert without optimizer state, or save in torch_dist"
+        )
+    count = max(int(rank.args.get(DATA) or 1), *(data + 1 for data in files))
+    shares = Shares(count, len(rank.tensors), rank.expert_tensor_ranks, rank.expert_ranks)
+    for data in range(count):
+        folder = rank.siblings()[shares.expert_of(rank.tensor, data)]
+        if files.get(data) != folder:
+            raise DamageError(
+                f"{rank.files.folder / folder} has no {file_of(data)}, which holds that rank's share of the optimizer\n"
+                "  fix: copy the files of all ranks"
+            )
+    return shares
+
+
 def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
-
-
-def _dealt(
-    groups: Sequence[dict[str, Any]], owned: list[list[str]], params: _Params, count: int
-) -> list[list[list[str]]]:
-    """Of each data-parallel rank the members of each group."""
-    order = [(name, index) for index, group in enumerate(owned) for name in group]
-    order.sort(key=lambda item: params.weights[item[0]].numel)
-    turns = [*range(count), *reversed(range(count))]
-    found: list[list[list[str]]] = [[[] for _ in groups] for _ in range(count)]
-    at = {True: 0, False: 0}
-    for name, index in order:
-        expert = bool(groups[index].get("is_expert_parallel", False))
-        found[turns[at[expert] % len(turns)]][index].append(name)
-        at[expert] += 1
-    return found

@@ -64,6 +64,18 @@ class RankFile:
         size = self.args.get("expert_tensor_parallel_size") or self.args.get("tensor_model_parallel_size") or 1
         return int(size)
 
+    @property
+    def tensors(self) -> range:
+        """Tensor-parallel ranks."""
+        return range(int(self.args.get("tensor_model_parallel_size") or 1))
+
+    def siblings(self) -> list[str]:
+        """Folders of all expert-parallel ranks of its tensor and pipeline rank, in order."""
+        if self.expert_ranks == 1:
+            return [self.folder]
+        stem = self.folder.rpartition("_")[0]
+        return [f"{stem}_{expert:03d}" for expert in range(self.expert_ranks)]
+
     def tensor_of(self, stored: Stored, what: str) -> Lazy:
         """A tensor of the model file."""
         return lazy.in_archive(self.files, self.archive.located(stored), what)

@@ -1,7 +1,7 @@
 """Writer of Megatron's legacy checkpoints."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,17 @@ from hp_muon_plugin.checkpoint.formats.base import RECORD, check_momentum, momen
 from hp_muon_plugin.checkpoint.formats.flat_layout import layout
 from hp_muon_plugin.checkpoint.formats.fsdp2_write import extra_states
 from hp_muon_plugin.checkpoint.formats.integer_state import split_optimizers
+from hp_muon_plugin.checkpoint.formats.layer_wise import (
+    CONTEXT,
+    DATA,
+    IS_USED,
+    Shares,
+    dealt,
+    file_of,
+    in_layer_wise_order,
+)
 from hp_muon_plugin.checkpoint.formats.legacy import NAME
+from hp_muon_plugin.checkpoint.formats.legacy_forms import LAYER_WISE, NO_STATE, form_of, shares_of
 from hp_muon_plugin.checkpoint.formats.legacy_plan import Plan, Rank, plan
 from hp_muon_plugin.checkpoint.formats.legacy_rank import MODEL_FILE, OPTIMIZER_FILE
 from hp_muon_plugin.checkpoint.formats.megatron_run import megatron_args
@@ -26,15 +36,14 @@ from hp_muon_plugin.checkpoint.step_counts import StepPlace, fused_values, group
 from hp_muon_plugin.checkpoint.torch_archive_stream import write_archive
 from hp_muon_plugin.errors import ConfigError
 
-_NO_STATE = (Kind.weight, Kind.main, Kind.buffer)
-_FORMS = ("distributed", "plain")
 Groups = list[list[tuple[dict[str, Any], list[str]]]]
 
 
 class LegacyWriter:
     """Writes ``mp_rank_*`` folders for any tensor, pipeline and expert size.
 
-    ``Target.sharding`` is ``distributed`` (DistributedOptimizer) or ``plain`` (without it, as Megatron's Muon).
+    ``Target.sharding`` is ``distributed`` (DistributedOptimizer), ``plain`` (without it, as Megatron's Muon), or
+    ``layer_wise`` (Muon with the layer-wise optimizer: files of their own for data-parallel ranks).
     """
 
     format = NAME
@@ -52,7 +61,7 @@ class LegacyWriter:
                 f"random state of {len(missing)} of {len(made.ranks())} ranks: the source has none as Megatron keeps "
                 "it, so load with --no-load-rng; those ranks then start from the seed"
             )
-        form = _form(made)
+        form = form_of(made)
         if form == "distributed" and _uneven_steps(state, _groups(made)):
             found.append("steps of parameters of one group that differ: DistributedOptimizer keeps one for each group")
         for name in (names.EMBEDDING, names.OUTPUT):
@@ -64,25 +73,35 @@ class LegacyWriter:
     def write(self, source: Source, folder: Path, target: Target, count: Callable[[int], None], budget: int) -> None:
         """As :class:`~hp_muon_plugin.checkpoint.canonical.Writer`."""
         made = _plan(source, target)
-        form, groups = _form(made), _groups(made)
+        form, groups = form_of(made), _groups(made)
+        shares = shares_of(made) if form == LAYER_WISE else None
+        if shares is not None:
+            groups = in_layer_wise_order(groups, source.state().args)
         random = by_place(source.state())
         for rank in made.ranks():
             here = folder / _folder(made, rank)
             here.mkdir()
             chunks = made.members(rank)
             members = {f"{chunk}/{local}": name for chunk, own in enumerate(chunks) for local, name in own.items()}
-            value = _model_file(made, rank, chunks)
+            value = _model_file(made, rank, chunks, shares)
             if (own_state := _random(random, rank)) is not None:
                 value["rng_state"] = [own_state]
             if form != "none":
-                owned = [
-                    _in_order([(values, _on_rank(names_, members)) for values, names_ in part], list(members))
-                    for part in groups
-                ]
-                value["optimizer"] = _one_or_list(
-                    [_group_file(part, form, made, rank, members, source.state()) for part in owned]
-                )
+                owned = [[(values, _on_rank(names_, members)) for values, names_ in part] for part in groups]
+                if shares is None:
+                    owned = [_in_order(part, list(members)) for part in owned]
                 value[RECORD]["members"] = [item for part in owned for _, item in part]
+
+                def optimizer(share: Groups) -> Any:
+                    each = [_group_file(part, form, made, rank, members, source.state()) for part in share]  # noqa: B023
+                    return _one_or_list(each)
+
+                if shares is None:
+                    value["optimizer"] = optimizer(owned)
+                for data, share in _dealt(made, rank, members, owned, shares) if shares is not None else ():
+                    state = optimizer(share)
+                    value.setdefault("optimizer", state)  # as Megatron, whose first rank here writes both
+                    write_archive(here / file_of(data), state, count, target.jobs)
                 if form == "distributed":
                     # The first data rank of the dense optimizer has its buffers, and that is on this expert rank.
                     first = rank.tensor // made.expert_tensors % made.target.ep
@@ -115,22 +134,6 @@ def _one_or_list(values: list[Any]) -> Any:
     return values[0] if len(values) == 1 else values
 
 
-def _form(made: Plan) -> str:
-    """Which form the optimizer state takes; ``none`` without groups or state."""
-    state, wanted = made.source.state(), made.target.sharding
-    if wanted is not None and wanted not in _FORMS:
-        raise ConfigError("--sharding", wanted, "no form of a legacy checkpoint", f"one of {', '.join(_FORMS)}")
-    kinds = {name: set(kinds) - set(_NO_STATE) for name, kinds in made.kinds.items() if Kind.buffer not in kinds}
-    if not state.hyper or not any(kinds.values()):
-        return "none"
-    uniform = len({frozenset(item) for item in kinds.values()}) == 1 and Kind.momentum not in next(iter(kinds.values()))
-    if wanted == "distributed" and not uniform:
-        raise ConfigError(
-            "--sharding", wanted, "DistributedOptimizer keeps the same state for every parameter", "--sharding plain"
-        )
-    return wanted or ("plain" if not uniform or state.model.get("legacy_optimizer") == "plain" else "distributed")
-
-
 def _groups(made: Plan) -> Groups:
     """Groups of the whole model: Megatron has the same on every rank, some of them empty."""
     params = [name for name in made.order if Kind.buffer not in made.kinds[name]]
@@ -155,6 +158,19 @@ def _in_order(part: list[tuple[dict[str, Any], list[str]]], order: list[str]) ->
     return sorted((group for group in part if group[1]), key=lambda group: min(place[name] for name in group[1]))
 
 
+def _dealt(
+    made: Plan, rank: Rank, members: dict[str, str], owned: Groups, shares: Shares
+) -> Iterator[tuple[int, Groups]]:
+    """Groups of each data-parallel rank whose file is in the folder of a rank."""
+    flat = [group for part in owned for group in part]
+    owners = {local: members[local] for _, item in flat for local in item}
+    numels = {local: made.tensor(name, Kind.weight, rank).numel for local, name in owners.items()}
+    deal = dealt([values for values, _ in flat], [item for _, item in flat], numels, shares)
+    for data in shares.in_folder(rank.tensor, rank.expert):
+        share = iter(deal.share(data, shares.expert_data_of(rank.tensor, data)))
+        yield data, [[(values, next(share)) for values, _ in part] for part in owned]
+
+
 def _uneven_steps(state: RunState, groups: Groups) -> bool:
     each = [{state.steps[name] for name in owned if name in state.steps} for part in groups for _, owned in part]
     return any(len(steps) > 1 for steps in each)
@@ -170,7 +186,7 @@ def _chunk(made: Plan, rank: Rank, members: dict[str, str], ends: bool) -> dict[
     return model
 
 
-def _model_file(made: Plan, rank: Rank, members: list[dict[str, str]]) -> dict[str, Any]:
+def _model_file(made: Plan, rank: Rank, members: list[dict[str, str]], shares: Shares | None) -> dict[str, Any]:
     source, target = made.source, made.target
     state = source.state()
     chunks = zip(members, made.stages[rank.pipeline], strict=True)
@@ -179,6 +195,8 @@ def _model_file(made: Plan, rank: Rank, members: list[dict[str, str]]) -> dict[s
     if names.EMBEDDING in made.shapes:
         sizes["padded_vocab_size"] = made.shapes[names.EMBEDDING][0]
         sizes["untie_embeddings_and_output_weights"] = not made.tied
+    if shares is not None:
+        sizes |= {DATA: shares.data, CONTEXT: 1, IS_USED: True}
     if state.consumed_samples is not None:
         sizes["consumed_train_samples"] = state.consumed_samples
     value: dict[str, Any] = {
@@ -241,7 +259,7 @@ def _group_file(
 
 
 def _state_of(made: Plan, rank: Rank, name: str, without_step: bool) -> dict[str, Any]:
-    found: dict[str, Any] = {kind: made.tensor(name, kind, rank) for kind in made.kinds[name] if kind not in _NO_STATE}
+    found: dict[str, Any] = {kind: made.tensor(name, kind, rank) for kind in made.kinds[name] if kind not in NO_STATE}
     steps = made.source.state().steps
     if name in steps and not without_step:
         found["step"] = lazy.in_memory(torch.tensor(steps[name], dtype=torch.float32))
@@ -253,7 +271,7 @@ def _buffers(made: Plan, rank: Rank, members: list[dict[str, str]], wanted: Coll
     found: dict[Any, Any] = {"buckets_coalesced": True}
     for number, buffer in enumerate(made.buffers(rank, members, wanted.__contains__)):
         starts, total = layout(buffer.entries, bucket_size_of(made.source, made.target, rank.pipeline, buffer.chunk))
-        kinds = [kind for kind in made.kinds[next(iter(buffer.names.values()))] if kind not in _NO_STATE]
+        kinds = [kind for kind in made.kinds[next(iter(buffer.names.values()))] if kind not in NO_STATE]
         flats: dict[str, Any] = {"param": _flat(made, rank, buffer.names, starts, total, None)}
         flats |= {kind: _flat(made, rank, buffer.names, starts, total, kind) for kind in kinds}
         found[number] = {(buffer.dtype, torch.float32): {**flats, "numel_unpadded": total}}

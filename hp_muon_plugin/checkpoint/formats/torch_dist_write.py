@@ -10,6 +10,7 @@ from hp_muon_plugin.checkpoint import lazy
 from hp_muon_plugin.checkpoint.canonical import Info, Key, Kind, Momentum, Source, Target
 from hp_muon_plugin.checkpoint.dcp_write import DcpWriter, waiting_bytes
 from hp_muon_plugin.checkpoint.folders import write_durably
+from hp_muon_plugin.checkpoint.formats.group_members import momentum_decay
 from hp_muon_plugin.checkpoint.formats.legacy_plan import padded_rows
 from hp_muon_plugin.checkpoint.formats.random_states import by_place
 from hp_muon_plugin.checkpoint.formats.stages import INSIDE, expert_tensors_of
@@ -174,7 +175,7 @@ def momentum_factor(source: Source, name: str) -> float:
         name: Of the parameter.
     """
     state = source.state()
-    decay = state.hyper.get(name, {}).get("momentum")
+    decay = momentum_decay(state.hyper.get(name, {}))
     if state.momentum is not Momentum.sum or not isinstance(decay, int | float) or not 0 <= decay < 1:
         return 1.0
     return 1.0 - float(decay)
