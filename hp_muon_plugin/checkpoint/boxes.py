@@ -54,6 +54,8 @@ class BoxIndex:
 
     def __init__(self, boxes: Sequence[Box]) -> None:
         self._boxes = boxes
+        if len(boxes) == 1:
+            return  # as most tensors have
         dims = len(boxes[0].offsets) if boxes else 0
         self._starts = np.array([box.offsets for box in boxes], dtype=np.int64).reshape(len(boxes), dims)
         self._ends = self._starts + np.array([box.sizes for box in boxes], dtype=np.int64).reshape(len(boxes), dims)

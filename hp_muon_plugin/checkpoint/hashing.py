@@ -9,6 +9,7 @@ import torch
 import xxhash
 
 from hp_muon_plugin.checkpoint.canonical import Info, Key, Kind, RunState, Source
+from hp_muon_plugin.checkpoint.checksums import lock_of
 from hp_muon_plugin.checkpoint.torch_archive import raw_bytes
 
 PIECE_BYTES = 16 * 2**20
@@ -58,9 +59,9 @@ class HashingSource:
         self.path = source.path
         self._source = source
         self.piece_bytes = block_bytes(budget)
-        self._digests: dict[Key, Any] = {}
+        self._digests: dict[Key, Any] = {}  # of tensors of which a part was read: hundreds of bytes each
+        self._found: dict[Key, str] = {}
         self._rows: dict[Key, int] = {}
-        self._locks: dict[Key, threading.Lock] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._source, name)
@@ -73,7 +74,7 @@ class HashingSource:
         """As :class:`Source`. Rows that come in order are hashed on the way, also where some come twice."""
         rows = self._source.read(key, start, stop)
         end = start + (rows.shape[0] if rows.dim() else 1)
-        with self._locks.setdefault(key, threading.Lock()):
+        with lock_of(key):
             done = self._rows.get(key, 0)
             if start <= done < end:
                 self._rows[key] = end
@@ -81,6 +82,8 @@ class HashingSource:
                     self._digests[key] = HASH()
                 if rows.numel():
                     self._digests[key].update(raw_bytes(rows[done - start :] if done > start else rows))
+                if end == self._length(key):
+                    self._found[key] = self._digests.pop(key).hexdigest()
         return rows
 
     def state(self) -> RunState:
@@ -97,13 +100,15 @@ class HashingSource:
         Args:
             key: Which.
         """
-        info = self._source.tensors()[key]
-        total = info.shape[0] if info.shape else 1
+        info, total = self._source.tensors()[key], self._length(key)
         step = max(1, self.piece_bytes * total // max(1, info.nbytes))
         while (start := self._rows.get(key, 0)) < total:
             self.read(key, start, min(total, start + step))
-        found: str = (self._digests[key] if key in self._digests else HASH()).hexdigest()
-        return found
+        return self._found.get(key) or str(HASH().hexdigest())
+
+    def _length(self, key: Key) -> int:
+        shape = self._source.tensors()[key].shape
+        return shape[0] if shape else 1
 
 
 class WeightsOnly:

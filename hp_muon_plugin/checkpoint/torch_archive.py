@@ -6,23 +6,20 @@ anywhere inside a larger file, as in the ``.distcp`` files of torch.distributed.
 
 import argparse
 import io
-import threading
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
 import torch
-from isal.isal_zlib import crc32
 
+from hp_muon_plugin.checkpoint.checksums import Checksum
 from hp_muon_plugin.checkpoint.files import Files
 from hp_muon_plugin.checkpoint.safe_pickle import Stored, load_values
 from hp_muon_plugin.checkpoint.zip_directory import MAX_BYTES, Entry, content, content_start, entries
 from hp_muon_plugin.errors import DamageError
 
-_GAP_BYTES = 2**16  # between two tensors of a buffer, and behind the last
-_BLOCK_BYTES = 2**20
 _EDGE = 4096  # bytes of either end of an archive: there an archive of one tensor has all but the tensor
 
 
@@ -40,72 +37,7 @@ class Located:
     file: str
     start: int
     stored: Stored
-    check: "Checksum" = field(compare=False)
-
-
-class Checksum:
-    """The CRC-32 of a storage, computed while its bytes are read in order: a conversion reads most of them so.
-
-    Threads may share it. What is read out of order is not followed, and read again by :meth:`finish`.
-
-    Args:
-        wanted: As the archive has it; 0 stands where torch was told to compute none, and is not compared.
-        nbytes: Of the storage.
-        what: File and tensor, for the message.
-        read: Reads bytes of the storage, by place and number.
-    """
-
-    def __init__(self, wanted: int, nbytes: int, what: str, read: Callable[[int, int], bytes]) -> None:
-        self._wanted, self._nbytes, self._what, self._read = wanted, nbytes, what, read
-        self._lock = threading.Lock()
-        self._at = self._crc = 0
-        self._is_used = False
-        self.is_compared = not wanted
-
-    def note(self, first: int, found: memoryview) -> None:
-        """Follow bytes that were read.
-
-        Args:
-            first: Place of the first in the storage.
-            found: The bytes.
-
-        Raises:
-            CheckpointError: If all have been read, and are not those that were written.
-        """
-        with self._lock:
-            self._is_used = True
-            if self.is_compared:
-                return
-            if first == 0:
-                self._at = self._crc = 0
-            if not 0 <= first - self._at <= _GAP_BYTES:
-                return
-            self._read_to(first)
-            self._crc = crc32(found, self._crc)
-            self._at = first + len(found)
-            if self._nbytes - self._at <= _GAP_BYTES:
-                self._compare()
-
-    def finish(self) -> None:
-        """Compare, if anything was read at all."""
-        with self._lock:
-            if self._is_used and not self.is_compared:
-                self._compare()
-
-    def _compare(self) -> None:
-        self._read_to(self._nbytes)
-        self.is_compared = True
-        if self._crc != self._wanted:
-            raise DamageError(
-                f"{self._what} is damaged: its bytes do not have the checksum that they were written with\n"
-                "  fix: copy the file again from where it was saved"
-            )
-
-    def _read_to(self, stop: int) -> None:
-        while self._at < stop:
-            found = self._read(self._at, min(_BLOCK_BYTES, stop - self._at))
-            self._crc = crc32(found, self._crc)
-            self._at += len(found)
+    check: Checksum = field(compare=False)
 
 
 class _Window(io.RawIOBase):
@@ -237,13 +169,17 @@ class Archive:
         check = self._checks.get(stored.key)
         if check is None:
             begin = self._start + first
-            check = Checksum(entry.CRC, entry.file_size, self._where, partial(self._bytes, begin))
+            check = Checksum(
+                entry.CRC, entry.file_size, self._where, partial(_bytes_of, self._files, self._file, begin, self._what)
+            )
             self._checks[stored.key] = check
             self._files.follow(check)
         return Located(self._file, self._start + first, stored, check)
 
-    def _bytes(self, begin: int, at: int, count: int) -> bytes:
-        return self._files.read(self._file, begin + at, count, self._what)
+
+def _bytes_of(files: Files, file: str, begin: int, what: str, at: int, count: int) -> bytes:
+    """Bytes of a storage. A checkpoint has a storage in each of many archives, of which nothing else is kept."""
+    return files.read(file, begin + at, count, what)
 
 
 def read_whole(files: Files, located: Located, what: str = "") -> torch.Tensor:

@@ -10,11 +10,11 @@ from hp_muon_plugin.bench.made_up import gpt
 from hp_muon_plugin.checkpoint import torch_archive
 from hp_muon_plugin.checkpoint.canonical import Target
 from hp_muon_plugin.checkpoint.check import verified
+from hp_muon_plugin.checkpoint.checksums import Checksum
 from hp_muon_plugin.checkpoint.convert import convert, plan
 from hp_muon_plugin.checkpoint.files import Files
 from hp_muon_plugin.checkpoint.formats import open_checkpoint
 from hp_muon_plugin.checkpoint.progress import Progress
-from hp_muon_plugin.checkpoint.torch_archive import Checksum
 from hp_muon_plugin.errors import CheckpointError
 
 CONTENT = bytes(range(256)) * 4000
