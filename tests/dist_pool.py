@@ -5,6 +5,7 @@ results in rank order. A rank that raises ends all of them, and its traceback is
 """
 
 import contextlib
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -65,6 +66,7 @@ def joined(launch: Launch, *, timeout_s: float = 30.0) -> None:
 
 def _rank(sender: Any, function: Callable[..., Any], launch: Launch, arguments: tuple[Any, ...]) -> None:
     os.setpgid(0, 0)
+    gc.freeze()  # what is collected is looked at, and memory that is looked at is copied
     torch.set_num_threads(1)
     try:
         answer = (True, pickle.dumps(function(launch, *arguments)))

@@ -17,14 +17,30 @@ pytestmark = pytest.mark.flaky(reruns=1)
 
 @pytest.mark.slow  # starts two real ranks
 def test_two_ranks_train_and_write_metrics(tmp_path: Path) -> None:
-    done = hp_muon_alone("train", *TINY, "topology.ep=2", "run.steps=3", "run.name=small", folder=tmp_path)
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys\n"
+        "import hp_muon_plugin.train.worker as worker\n"
+        "run_rank = worker.run_rank\n"
+        "def noted(config, folder):\n"
+        "    before = set(sys.modules)\n"
+        "    run_rank(config, folder)\n"
+        "    (folder / ('imported.' + os.environ['RANK'])).write_text(' '.join(set(sys.modules) - before))\n"
+        "worker.run_rank = noted\n"
+    )
+    path = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
+    options = ["topology.ep=2", "run.steps=3", "run.name=small"]
+    done = hp_muon_alone("train", *TINY, *options, folder=tmp_path, PYTHONPATH=path)
     assert done.returncode == 0, done.stderr
     assert re.search(r"step 1/3  loss \d\.\d+  [\d,]+ tokens/s  optimizer [\d.]+ ms  [\d,]+ MiB", done.stdout)
     assert re.search(r"step 3: held-out loss [\d.]+ nats/token \(unigram entropy of the text: [\d.]+\)", done.stdout)
     assert "muon=4 parameters" in done.stderr
-    lines = (tmp_path / "outputs" / "small" / "metrics.jsonl").read_text().splitlines()
+    folder = tmp_path / "outputs" / "small"
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 3]
-    assert list((tmp_path / "outputs" / "small" / "tensorboard").glob("events.*"))
+    assert list((folder / "tensorboard").glob("events.*"))
+    for rank in range(2):  # one process has imported for both: torch's compiler was imported by each one's optimizer
+        imported = (folder / f"imported.{rank}").read_text().split()
+        assert len(imported) < 50, imported
 
 
 @pytest.mark.slow  # starts two real ranks under torchrun
