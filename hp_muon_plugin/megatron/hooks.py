@@ -17,8 +17,8 @@ from hp_muon_plugin.errors import HookError
 from hp_muon_plugin.megatron.versions import CoreVersion
 from hp_muon_plugin.platform import mindspeed, patching
 
-_NOT_SEARCHED = frozenset({"hp_muon_plugin", "torch", "numpy", "sympy", "networkx", "mpmath"})
-"""Packages whose modules are not scanned: ours, and those below Megatron, with two thirds of all names of a process."""
+_NOT_SEARCHED = frozenset({"hp_muon_plugin", "torch"})
+"""Packages whose modules are not scanned: ours, and the one below Megatron with half of all names of a process."""
 OPTIMIZER = "hp_muon"
 """By which Megatron's configuration names our optimizer."""
 ENTRY_CLASS = "EmergingOptimizerEntry"

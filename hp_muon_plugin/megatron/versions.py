@@ -1,6 +1,7 @@
 """Which megatron-core is installed, and whether it is one that we test."""
 
 from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
 
 from hp_muon_plugin.errors import HookError
@@ -52,6 +53,15 @@ def parse_version(text: str) -> CoreVersion:
     return CoreVersion(*(numbers + [0, 0, 0])[:3])
 
 
+@cache
+def _installed() -> str | None:
+    """What metadata say, which are asked for often and take milliseconds to read; None if there are none."""
+    try:
+        return metadata.version("megatron-core")
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def core_version() -> CoreVersion:
     """The installed megatron-core.
 
@@ -61,10 +71,9 @@ def core_version() -> CoreVersion:
     Raises:
         HookError: If it is not installed.
     """
-    try:
-        return parse_version(metadata.version("megatron-core"))
-    except metadata.PackageNotFoundError:
-        pass
+    text = _installed()
+    if text is not None:
+        return parse_version(text)
     try:  # a Megatron-LM checkout on PYTHONPATH has no metadata
         from megatron.core import __version__
     except ImportError:

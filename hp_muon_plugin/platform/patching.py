@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+KNOW_NO_TORCH = frozenset({"numpy", "sympy", "networkx", "mpmath"}) | sys.stdlib_module_names
+"""What torch stands on: it can hold nothing of torch, and has a third of all names of a process."""
 _MISSING = object()
 
 
@@ -85,8 +87,11 @@ class Patcher:
 def aliases(target: Any, is_searched: Callable[[str], bool]) -> list[tuple[ModuleType, str]]:
     """Module attributes that are this very object.
 
+    Looking at a value writes to its count of references, which copies its page in a forked rank: what can hold
+    nothing of torch is left alone.
+
     Args:
-        target: The object.
+        target: The object; of torch, or of what stands on it.
         is_searched: Says of a module's name whether to look into it.
 
     Returns:
@@ -94,7 +99,9 @@ def aliases(target: Any, is_searched: Callable[[str], bool]) -> list[tuple[Modul
     """
     found = []
     for module_name, module in list(sys.modules.items()):
-        if not (isinstance(module, ModuleType) and is_searched(module_name)):
+        if module_name.partition(".")[0] in KNOW_NO_TORCH or not is_searched(module_name):
+            continue
+        if not isinstance(module, ModuleType):
             continue
         held = vars(module).copy()
         if id(target) in map(id, held.values()):  # so few modules hold it that the names of all others cost too much
