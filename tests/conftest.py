@@ -1,4 +1,5 @@
 import contextlib
+import importlib
 import os
 import sys
 from pathlib import Path
@@ -49,6 +50,17 @@ def _one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _done_once_for_ranks(request: pytest.FixtureRequest) -> None:
+    """What every rank would do for itself, for ranks without megatron-core, which is imported before all of it."""
+    if any(item.get_closest_marker("lane") for item in request.session.items):
+        return
+    from hp_muon_plugin.fsdp.guards import note_parts
+
+    importlib.import_module("torch._dynamo")  # torch's optimizers import it when the first one is built
+    note_parts(())  # hp_fully_shard replaces functions of torch once in a process, and looks for them in all modules
 
 
 @pytest.fixture(scope="session")
