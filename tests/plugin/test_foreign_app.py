@@ -7,6 +7,7 @@ import venv
 from pathlib import Path
 
 import pytest
+from made_once import made_once
 
 ROOT = Path(__file__).parents[2]
 HYDRAS = ["1.3.2", "1.4.0rc3"]
@@ -28,7 +29,8 @@ def python_of(folder: Path) -> str:
 
 
 def pip(folder: Path, *arguments: str) -> None:
-    command = [python_of(folder), "-m", "pip", "install", "--quiet", *arguments]
+    """Install into an environment without a pip of its own, which would take longer than all the rest."""
+    command = [sys.executable, "-m", "pip", "--python", python_of(folder), "install", "--quiet", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -36,21 +38,24 @@ def pip(folder: Path, *arguments: str) -> None:
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel, built from a copy of what git would see."""
-    folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(ROOT)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    (path,) = folder.glob("*.whl")
+
+    def make(folder: Path) -> None:
+        command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(ROOT)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+
+    (path,) = made_once(tmp_path_factory, "wheel", make).glob("*.whl")
     return path
 
 
 @pytest.fixture(scope="session", params=HYDRAS)
 def environment(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Path:
-    folder = tmp_path_factory.mktemp("venv")
-    venv.create(folder, with_pip=True)
-    pip(folder, f"hydra-core=={request.param}")
-    pip(folder, "--no-deps", str(wheel))
-    return folder
+    def make(folder: Path) -> None:
+        venv.create(folder, symlinks=True)
+        pip(folder, f"hydra-core=={request.param}")
+        pip(folder, "--no-deps", str(wheel))
+
+    return made_once(tmp_path_factory, f"hydra-{request.param}", make)
 
 
 @pytest.fixture
