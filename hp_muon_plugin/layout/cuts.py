@@ -72,6 +72,12 @@ class Cuts(Sequence[int]):
         """Ranks that hold something, ascending."""
         return tuple(rank for rank, _, _ in self.pieces())
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether more than one rank holds something."""
+        pieces = self.pieces()
+        return next(pieces, None) is not None and next(pieces, None) is not None
+
     def pieces(self) -> Iterator[tuple[int, int, int]]:
         """``(rank, start, stop)`` for every rank that holds something, ascending."""
         for rank, (start, stop) in enumerate(pairwise(self.ends), self.first):

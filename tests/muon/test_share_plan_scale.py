@@ -114,4 +114,4 @@ def test_100000_ranks_take_bounded_time() -> None:
     started = time.process_time()
     plan = plan_of(100_000)
     assert plan.most_peers < 100_000
-    assert time.process_time() - started < 60
+    assert time.process_time() - started < 20

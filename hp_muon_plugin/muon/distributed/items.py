@@ -108,7 +108,7 @@ class Item:
     @property
     def is_cut(self) -> bool:
         """Whether more than one rank holds something."""
-        return len(self.holders) > 1
+        return self.cuts.is_shared
 
     @property
     def matrix(self) -> tuple[int, int] | None:

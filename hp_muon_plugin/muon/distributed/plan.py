@@ -142,21 +142,25 @@ class SharePlan:
 
     @cached_property
     def _peers(self) -> dict[int, int]:
-        owners: dict[Cuts, set[int]] = {}  # of items that are cut alike
-        owned: dict[int, set[Cuts]] = {}
+        numbers: dict[Cuts, int] = {}  # of items that are cut alike; a hash takes as long as they have ends
+        owners: list[set[int]] = []
+        owned: dict[int, set[int]] = {}
         for batch in self.batches:
             for index, owner in zip(batch.items, batch.owners, strict=True) if batch.route is Route.OWNER else ():
-                owners.setdefault(self.items[index].cuts, set()).add(owner)
-                owned.setdefault(owner, set()).add(self.items[index].cuts)
-        holders = {cuts: frozenset(cuts.holders) for cuts in owners}
-        held: dict[int, list[Cuts]] = {}
-        for cuts, ranks in holders.items():
+                number = numbers.setdefault(self.items[index].cuts, len(numbers))
+                if number == len(owners):
+                    owners.append(set())
+                owners[number].add(owner)
+                owned.setdefault(owner, set()).add(number)
+        holders = [frozenset(cuts.holders) for cuts in numbers]
+        held: dict[int, list[int]] = {}
+        for number, ranks in enumerate(holders):
             for rank in ranks:
-                held.setdefault(rank, []).append(cuts)
+                held.setdefault(rank, []).append(number)
         found = {}
         for rank in dict.fromkeys([*held, *owned]):
-            peers = set[int]().union(*(owners[cuts] for cuts in held.get(rank, ())))
-            found[rank] = len(peers.union(*(holders[cuts] for cuts in owned.get(rank, ()))) - {rank})
+            peers = set[int]().union(*(owners[number] for number in held.get(rank, ())))
+            found[rank] = len(peers.union(*(holders[number] for number in owned.get(rank, ()))) - {rank})
         return found
 
     @property
