@@ -11,6 +11,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 sys.path.insert(0, str(Path(__file__).parent))
 
+from made_once import share_in  # noqa: E402  # found by the line above
+
 try:
     from hypothesis import settings
 
@@ -50,6 +52,11 @@ def _one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
+    share_in(tmp_path_factory)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -4,12 +4,27 @@ import math
 from typing import Any
 
 import torch
+from dist_pool import run_ranks
+from made_once import computed_once
 
-from hp_muon_plugin.config.optimizer import HpMuon
+from hp_muon_plugin.config.optimizer import AdamW, HpMuon
+from hp_muon_plugin.config.trainer import Model
 from hp_muon_plugin.muon.coefficients import resolve_schedule
 from hp_muon_plugin.muon.reference import ReferenceAdamW, ReferenceMuon
 from hp_muon_plugin.muon.routing import Algorithm, default_route
-from lane.harness import Ready, batches, specs_of
+from hp_muon_plugin.train.setup import Launch
+from lane.harness import Ready, batches, build, specs_of, train_config
+
+
+def _alone(launch: Launch, model: Model, optimizer: HpMuon | AdamW, batch: int, steps: int) -> dict[str, Any]:
+    return train_with_oracle(build(launch, train_config(model, optimizer=optimizer, global_batch=batch)), steps)
+
+
+@computed_once
+def trained_by_oracle(model: Model, optimizer: HpMuon | AdamW, batch: int, steps: int) -> dict[str, Any]:
+    """The trajectory of a model, the same for all tests that compare with it."""
+    found: dict[str, Any] = run_ranks(1, _alone, model, optimizer, batch, steps)[0]
+    return found
 
 
 def train_with_oracle(ready: Ready, steps: int) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """Runs of ``python -m hp_muon_plugin.run`` on forked ranks, through upstream's own ``pretrain()``."""
 
 import contextlib
-import functools
 import importlib.util
 import io
 import os
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 from dist_pool import joined, run_ranks
+from made_once import computed_once
 
 from hp_muon_plugin.train.environment import INIT_METHOD
 from hp_muon_plugin.train.setup import Launch
@@ -80,7 +80,7 @@ def script(num_ranks: int, *arguments: str, path: str = SCRIPT, small: bool = Tr
     return _run(num_ranks, line)
 
 
-@functools.cache
+@computed_once
 def shared_script(num_ranks: int, *arguments: str) -> Outcome:
     """One run for all tests that look at it."""
     return script(num_ranks, *arguments)

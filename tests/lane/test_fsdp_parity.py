@@ -3,7 +3,6 @@
 Tolerances as in test_layout_parity.py: 1.9e-6 was seen with Muon and 3.6e-7 with AdamW.
 """
 
-from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from hp_muon_plugin.config.optimizer import AdamW, HpMuon
 from hp_muon_plugin.config.trainer import Model, Topology
 from hp_muon_plugin.train.setup import Launch
 from lane.harness import GLOBAL_BATCH, build, dense, moe, train, train_config, whole_weights
-from lane.oracle import train_with_oracle
+from lane.oracle import trained_by_oracle
 
 STEPS = 20
 TOLERANCE = {"hp_muon": 1e-5, "adamw": 2e-6}
@@ -29,13 +28,8 @@ MODELS = {
 OPTIMIZERS = {"hp_muon": HpMuon(lr=5e-3, weight_decay=0.1), "adamw": AdamW(lr=5e-3)}
 
 
-def _reference(launch: Launch, model: Model, optimizer: Any, batch: int) -> dict[str, Any]:
-    return train_with_oracle(build(launch, train_config(model, optimizer=optimizer, global_batch=batch)), STEPS)
-
-
-@lru_cache
 def reference(name: str, optimizer: str, batch: int) -> dict[str, Any]:
-    return run_ranks(1, _reference, MODELS[name](), OPTIMIZERS[optimizer], batch)[0]
+    return trained_by_oracle(MODELS[name](), OPTIMIZERS[optimizer], batch, STEPS)
 
 
 def _run(

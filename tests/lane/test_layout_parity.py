@@ -5,7 +5,6 @@ differences in small singular values by up to 485. 2e-6 was seen on all layouts 
 allowed, per parameter and relative to its Frobenius norm.
 """
 
-from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -15,21 +14,16 @@ from dist_pool import run_ranks
 from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.config.trainer import Model, Topology
 from hp_muon_plugin.train.setup import Launch
-from lane.harness import build, dense, mla, moe, train, train_config, whole_weights
-from lane.oracle import train_with_oracle
+from lane.harness import GLOBAL_BATCH, build, dense, mla, moe, train, train_config, whole_weights
+from lane.oracle import trained_by_oracle
 
 STEPS = 20
 TOLERANCE = 1e-5
 MODELS = {"dense": dense, "moe": moe, "mla": mla, "mla_wide": lambda: mla(v_head_dim=12)}
 
 
-def _reference(launch: Launch, model: Model) -> dict[str, Any]:
-    return train_with_oracle(build(launch, train_config(model)), STEPS)
-
-
-@lru_cache
 def reference(name: str) -> dict[str, Any]:
-    return run_ranks(1, _reference, MODELS[name]())[0]
+    return trained_by_oracle(MODELS[name](), HpMuon(lr=5e-3, weight_decay=0.1), GLOBAL_BATCH, STEPS)
 
 
 def _run(launch: Launch, model: Model, topology: Topology) -> dict[str, Any]:

@@ -3,12 +3,12 @@
 megatron-core's own DistributedDataParallel is the reference. Seen: 1e-7 of a loss after 3 steps.
 """
 
-from functools import lru_cache
 from typing import Any
 
 import pytest
 import torch
 from dist_pool import run_ranks
+from made_once import computed_once
 
 from hp_muon_plugin.cli.plan_text import plan_text
 from hp_muon_plugin.config.choices import MegatronSharding, OuterMode, Precision
@@ -45,7 +45,7 @@ def _run(launch: Launch, model: str, topology: Topology, dp: DpOptions | None, o
     return ready.losses, ready.norms, {name: value for name, value in measured.items() if name.startswith("rms/")}
 
 
-@lru_cache
+@computed_once
 def reference(model: str, optimizer: str) -> Any:
     return run_ranks(2, _run, model, Topology(), None, optimizer, "fp32")[0]
 

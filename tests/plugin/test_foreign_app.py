@@ -36,7 +36,7 @@ def pip(folder: Path, *arguments: str) -> None:
 
 
 @pytest.fixture(scope="session")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel() -> Path:
     """The wheel, built from a copy of what git would see."""
 
     def make(folder: Path) -> None:
@@ -44,18 +44,18 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
 
-    (path,) = made_once(tmp_path_factory, "wheel", make).glob("*.whl")
+    (path,) = made_once("wheel", make).glob("*.whl")
     return path
 
 
 @pytest.fixture(scope="session", params=HYDRAS)
-def environment(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Path:
+def environment(request: pytest.FixtureRequest, wheel: Path) -> Path:
     def make(folder: Path) -> None:
         venv.create(folder, symlinks=True)
         pip(folder, f"hydra-core=={request.param}")
         pip(folder, "--no-deps", str(wheel))
 
-    return made_once(tmp_path_factory, f"hydra-{request.param}", make)
+    return made_once(f"hydra-{request.param}", make)
 
 
 @pytest.fixture
