@@ -6,10 +6,13 @@ from hp_muon_plugin.cli.figures import gflop, mib
 from hp_muon_plugin.cli.muon_text import muon_lines
 from hp_muon_plugin.cli.replica_text import replica_lines
 from hp_muon_plugin.cli.shard_text import crossing_lines, shard_lines, stage_plans
+from hp_muon_plugin.config.blend import read_blend
 from hp_muon_plugin.config.checks import data_parallel_size
+from hp_muon_plugin.config.choices import DataKind
+from hp_muon_plugin.config.data_checks import is_named, missing_files
 from hp_muon_plugin.config.data_parallel import DataParallel, HpFsdp, TorchFsdp2
 from hp_muon_plugin.config.optimizer import HpMuon
-from hp_muon_plugin.config.trainer import Train
+from hp_muon_plugin.config.trainer import Data, Train
 from hp_muon_plugin.layout.spec import ParamSpec
 from hp_muon_plugin.megatron.lane_checks import lane_errors
 from hp_muon_plugin.models.gpt_specs import gpt_specs, padded_vocab_size, stage_specs
@@ -50,7 +53,7 @@ def plan_text(config: Train, world_size: int) -> str:
         f"steps      {run.steps}, {run.steps * tokens:,} tokens",
         f"model      {config.model.name}: {sum(spec.numel for spec in specs):,} parameters, vocabulary {vocab} "
         f"padded to {padded}, {config.platform.precision}",
-        f"data       {config.data.kind}, {config.dp.name}",
+        f"data       {config.data.kind}, {config.dp.name}{_unread(config.data)}",
     ]
     lines += [
         f"REFUSED by a run with the megatron-core that is installed here: {error}" for error in lane_errors(config)
@@ -62,6 +65,16 @@ def plan_text(config: Train, world_size: int) -> str:
         whose = "over shards" if isinstance(config.dp, HpFsdp | TorchFsdp2) else "Megatron's own"
         return "\n".join([*lines, f"optimizer  {config.optimizer.name}: {whose}"])
     return "\n".join([*lines, "", *_muon_lines(config, specs, options, shards, world_size)])
+
+
+def _unread(data: Data) -> str:
+    """What a plan does not need, and a run does."""
+    if data.kind is DataKind.pydoc:
+        return ""
+    if not is_named(data.path):
+        return "; a run needs data.path"
+    missing = [file for prefix in read_blend(data.path).names for file in missing_files(prefix)]
+    return f"; NOT THERE, and a run needs it: {', '.join(missing)}" if missing else ""
 
 
 def warnings_text(config: Train, world_size: int) -> list[str]:

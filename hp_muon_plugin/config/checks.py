@@ -33,7 +33,7 @@ _CHECKS: tuple[tuple[frozenset[str], _Check], ...] = (
     (frozenset({"model", "topology"}), lambda config, _: model_errors(config.model, config.topology)),
     (frozenset({"run", "lr_schedule"}), lambda config, _: _run_errors(config)),
     (frozenset({"run", "topology"}), lambda config, world_size: _batch_errors(config, world_size)),
-    (frozenset({"data"}), lambda config, _: data_errors(config.data)),
+    (frozenset({"data"}), lambda config, _: data_errors(config.data, is_plan=config.run.dry)),
     (frozenset({"dp", "topology", "model"}), lambda config, world_size: dp_errors(config, world_size)),
     (frozenset({"optimizer", "model", "topology"}), lambda config, _: qk_clip_errors(config)),
     (frozenset({"optimizer", "topology"}), lambda config, _: overlap_errors(config)),

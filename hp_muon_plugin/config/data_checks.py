@@ -10,11 +10,12 @@ from hp_muon_plugin.config.trainer import Data
 from hp_muon_plugin.errors import ConfigError
 
 
-def data_errors(data: Data) -> Iterator[ConfigError]:
+def data_errors(data: Data, *, is_plan: bool = False) -> Iterator[ConfigError]:
     """Check the options of the data.
 
     Args:
         data: Options, every number in its range.
+        is_plan: Whether nothing is read: files need not be there, nor be named.
 
     Yields:
         One error for each thing that is wrong.
@@ -25,10 +26,31 @@ def data_errors(data: Data) -> Iterator[ConfigError]:
     if data.kind is DataKind.pydoc:
         yield from _ignored_errors(data)
         return
-    yield from _path_errors(data.path)
+    yield from _path_errors(data.path, is_plan=is_plan)
     if data.vocab_size is None:
         yield ConfigError("data.vocab_size", None, "is not known for your own dataset", "e.g. data.vocab_size=32000")
     yield from _end_of_document_errors(data)
+
+
+def missing_files(prefix: str) -> list[str]:
+    """Files of a dataset that are not there.
+
+    Args:
+        prefix: Of its ``.bin`` and ``.idx`` files.
+
+    Returns:
+        Their paths.
+    """
+    return [f"{prefix}{ending}" for ending in (".bin", ".idx") if not os.path.isfile(f"{prefix}{ending}")]
+
+
+def is_named(path: object) -> bool:
+    """Whether a ``data.path`` names anything.
+
+    Args:
+        path: The option's value.
+    """
+    return not (path is None or path == [] or (isinstance(path, str) and not path.strip()))
 
 
 def split_shares(split: str) -> list[float]:
@@ -92,9 +114,10 @@ def _ignored_errors(data: Data) -> Iterator[ConfigError]:
             )
 
 
-def _path_errors(path: object) -> Iterator[ConfigError]:
-    if path is None or path == [] or (isinstance(path, str) and not path.strip()):
-        yield ConfigError("data.path", path, "data=megatron needs your dataset", "data.path=/prefix/of/your/data")
+def _path_errors(path: object, *, is_plan: bool) -> Iterator[ConfigError]:
+    if not is_named(path):
+        if not is_plan:
+            yield ConfigError("data.path", path, "data=megatron needs your dataset", "data.path=/prefix/of/your/data")
         return
     try:
         blend = read_blend(path)
@@ -102,15 +125,15 @@ def _path_errors(path: object) -> Iterator[ConfigError]:
         yield error
         return
     for prefix in blend.names:
-        yield from _file_errors(prefix, has_spaces=isinstance(path, str) and len(path.split()) > 1)
+        yield from _file_errors(prefix, has_spaces=isinstance(path, str) and len(path.split()) > 1, is_plan=is_plan)
 
 
-def _file_errors(prefix: str, *, has_spaces: bool) -> Iterator[ConfigError]:
+def _file_errors(prefix: str, *, has_spaces: bool, is_plan: bool) -> Iterator[ConfigError]:
     if prefix.endswith((".bin", ".idx")):
         yield ConfigError("data.path", prefix, "is a file, and a prefix is wanted", f"data.path={prefix[:-4]}")
         return
-    missing = [f"{prefix}{ending}" for ending in (".bin", ".idx") if not os.path.isfile(f"{prefix}{ending}")]
-    if missing:
+    missing = missing_files(prefix)
+    if missing and not is_plan:
         yield ConfigError(
             "data.path",
             prefix,

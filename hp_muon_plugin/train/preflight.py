@@ -9,8 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from hp_muon_plugin.config.blend import read_blend
+from hp_muon_plugin.config.blend import Blend, read_blend
 from hp_muon_plugin.config.choices import DataKind
+from hp_muon_plugin.config.data_checks import is_named, missing_files
 from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.config.trainer import Train
 from hp_muon_plugin.errors import ConfigError, HookError
@@ -29,7 +30,7 @@ HOOKS_VARIABLE = "HP_MUON_HOOKS"
 
 
 def check_plan(config: Train) -> None:
-    """Check what a dry run needs: the optimizer's table and patterns, and the dataset if there is one.
+    """Check what a dry run needs: the optimizer's table and patterns, and the datasets that are there.
 
     Args:
         config: Options that agree with each other.
@@ -42,8 +43,7 @@ def check_plan(config: Train) -> None:
         _check_table(config.optimizer)
         _check_patterns(config, config.optimizer)
     if config.data.kind is DataKind.megatron:
-        blend, vocab_size = read_blend(config.data.path), vocabulary_size(config.data)
-        open_files(blend, config.data.split, seq_length=config.model.seq_length, vocab_size=vocab_size)
+        _check_datasets(config)
         return
     lengths = np.array([len(document) for document in pydoc_tokens()])
     check_parts(lengths, config.data.split, config.model.seq_length)
@@ -97,6 +97,16 @@ def check_hooks_variable(value: str | None, version: CoreVersion) -> None:
             f"{HOOKS_VARIABLE}={value}: without the hook {factories[0]} Megatron does not know optimizer=hp_muon\n"
             f"  fix: unset {HOOKS_VARIABLE}, or add {factories[0]} to it"
         )
+
+
+def _check_datasets(config: Train) -> None:
+    """Those that are not there :func:`~hp_muon_plugin.config.checks.check_train` has refused, but for a plan."""
+    if not is_named(config.data.path):
+        return
+    blend = read_blend(config.data.path)
+    there = tuple(prefix for prefix in blend.names if not missing_files(prefix))
+    vocab_size = vocabulary_size(config.data)
+    open_files(Blend(there), config.data.split, seq_length=config.model.seq_length, vocab_size=vocab_size)
 
 
 def _check_table(options: HpMuon) -> None:

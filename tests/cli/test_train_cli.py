@@ -91,6 +91,26 @@ def test_jobs_of_a_refused_sweep_leave_no_folders(tmp_path: Path) -> None:
     ]
 
 
+def test_a_plan_needs_no_data(tmp_path: Path) -> None:
+    """It was refused without the files of the dataset, and the recipe's plan had to be asked for with other data."""
+    wanted = ["model=tiny_dense", "data=megatron"]
+    nothing = hp_muon("plan", *wanted, "data.vocab_size=300", folder=tmp_path)
+    assert (nothing.returncode, nothing.stderr) == (0, "")
+    assert "\ndata       megatron, megatron_ddp; a run needs data.path\n" in nothing.stdout
+    assert "vocabulary 300 padded to 320" in nothing.stdout
+    gone = hp_muon("plan", *wanted, "data.vocab_size=300", "data.path=0.3 x 0.7 y", folder=tmp_path)
+    assert (gone.returncode, gone.stderr) == (0, "")
+    assert "; NOT THERE, and a run needs it: x.bin, x.idx, y.bin, y.idx\n" in gone.stdout
+    (tmp_path / "x.bin").write_bytes(b"12345678")
+    (tmp_path / "x.idx").write_bytes(b"MMIDIDX\0\0 and then nothing that makes sense, but long enough")
+    damaged = hp_muon("plan", *wanted, "data.vocab_size=300", "data.path=[x,y]", folder=tmp_path)
+    assert damaged.returncode == 2
+    assert "x.idx" in damaged.stderr
+    unknown = hp_muon("plan", *wanted, folder=tmp_path)
+    assert unknown.returncode == 2
+    assert unknown.stderr.startswith("hp-muon: data.vocab_size=None: is not known for your own dataset")
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
