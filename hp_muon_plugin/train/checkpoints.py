@@ -12,7 +12,6 @@ import torch
 from hp_muon_plugin.checkpoint.canonical import RunState
 from hp_muon_plugin.config.checkpoint_checks import AUTO, is_saving
 from hp_muon_plugin.config.trainer import Train
-from hp_muon_plugin.errors import ConfigError
 from hp_muon_plugin.megatron.checkpoints import (
     Found,
     Saver,
@@ -24,6 +23,7 @@ from hp_muon_plugin.megatron.checkpoints import (
     save_run,
 )
 from hp_muon_plugin.megatron.optimizer import HpMuonMegatronOptimizer
+from hp_muon_plugin.train.checkpoint_fit import too_late
 from hp_muon_plugin.train.checkpoint_folder import refuse_earlier, save_folder
 from hp_muon_plugin.train.data import TrainingData, order_of_samples
 from hp_muon_plugin.train.interruption import is_asked
@@ -202,7 +202,7 @@ class Checkpoints:
             load_optimizer=options.load_optimizer,
             model_options=asdict(self._config.model),
         )
-        progress = self._position(state) if options.load_position else Progress()
+        progress = self._position(state, found.folder) if options.load_position else Progress()
         if is_first:
             logger.info(
                 "going on from %s: step %d, %d samples seen%s",
@@ -215,16 +215,11 @@ class Checkpoints:
             self._random(state, progress)
         return progress
 
-    def _position(self, state: RunState) -> Progress:
+    def _position(self, state: RunState, folder: Path) -> Progress:
         saved, steps = state.other.get("progress"), self._config.run.steps
         progress = Progress(state.iteration, state.consumed_samples or 0) if saved is None else Progress(**saved)
         if progress.step > steps:
-            raise ConfigError(
-                "run.steps",
-                steps,
-                f"the checkpoint has done {progress.step} steps",
-                f"choose more, e.g. run.steps={2 * progress.step}, or set checkpoint.load_position=false",
-            )
+            raise too_late(steps, progress.step, folder)
         # Ours counts optimizer steps; schedules of other trainers count samples.
         taken = state.scheduler.get("num_steps", 0) if saved is not None else progress.step
         self._schedule.num_steps = 0
