@@ -13,6 +13,7 @@ from omegaconf import DictConfig
 
 from hp_muon_plugin.cli.explain import explain
 from hp_muon_plugin.cli.interrupts import raise_if_interrupted
+from hp_muon_plugin.cli.sweep_file import sweep_file
 from hp_muon_plugin.config.store import register_schemas
 from hp_muon_plugin.errors import HpMuonError
 from hp_muon_plugin.megatron.versions import parse_version
@@ -98,7 +99,8 @@ def run_hydra(task: Callable[[DictConfig], int], config_name: str, overrides: li
     sys.argv = ["hp-muon", *overrides]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # let errors through to us instead of printing them
     try:
-        hydra.main(**_hydra_options(config_name))(_function(job))()
+        with sweep_file.watched():
+            hydra.main(**_hydra_options(config_name))(_function(job))()
     except _Through as through:
         if through.error is not None:
             raise through.error from None

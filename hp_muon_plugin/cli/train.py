@@ -12,6 +12,7 @@ from hp_muon_plugin.checkpoint.folders import TRACKER
 from hp_muon_plugin.cli.hydra_app import complain, flags_first, run_hydra, say
 from hp_muon_plugin.cli.interrupts import raise_if_interrupted
 from hp_muon_plugin.cli.plan_text import plan_text, warnings_text
+from hp_muon_plugin.cli.sweep_file import sweep_file
 from hp_muon_plugin.config.checkpoint_checks import is_saving
 from hp_muon_plugin.config.checks import check_train
 from hp_muon_plugin.config.optimizer import HpMuon
@@ -60,6 +61,7 @@ def _job(composed: DictConfig) -> int:
     if speaks():
         for text in warnings_text(config, world_size):
             say(f"warning: {text}")
+    sweep_file.keep()
     if is_rank():
         return _run_this_rank(config, folder)
     return _run_all_ranks(config, folder, world_size)

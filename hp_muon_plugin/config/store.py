@@ -6,11 +6,15 @@ a misspelt key or a wrong type is refused by Hydra with the name of the option.
 
 from hydra.core.config_store import ConfigStore
 from hydra.plugins.config_source import ConfigLoadError
+from omegaconf import OmegaConf
 
 from hp_muon_plugin.config.data_parallel import DataParallel, HpFsdp, MegatronFsdp, TorchFsdp2
 from hp_muon_plugin.config.optimizer import AdamW, HpMuon
 from hp_muon_plugin.config.script import Script
 from hp_muon_plugin.config.trainer import Data, Logger, Model, Platform, Topology, Train
+
+SWEEP_FOLDER = "hp_muon.sweep_folder"
+"""The resolver through which ``conf/hp_muon_train.yaml`` names the folder of a sweep."""
 
 _SCHEMAS: tuple[tuple[str | None, str, type], ...] = (
     ("optimizer", "hp_muon_schema", HpMuon),
@@ -30,11 +34,25 @@ _SCHEMAS: tuple[tuple[str | None, str, type], ...] = (
 
 
 def register_schemas() -> None:
-    """Put every schema into the ConfigStore. Calling it again changes nothing."""
+    """Put every schema into the ConfigStore, and register our resolver. Calling it again changes nothing."""
+    if not OmegaConf.has_resolver(SWEEP_FOLDER):
+        OmegaConf.register_new_resolver(SWEEP_FOLDER, same_folder)
     store = ConfigStore.instance()
     for group, name, node in _SCHEMAS:
         if not _holds(store, f"{name}.yaml" if group is None else f"{group}/{name}.yaml"):
             store.store(group=group, name=name, node=node, provider="hp_muon_plugin")
+
+
+def same_folder(folder: str) -> str:
+    """What the resolver gives where nobody watches the folder.
+
+    Args:
+        folder: As the configuration names it.
+
+    Returns:
+        The same.
+    """
+    return folder
 
 
 def _holds(store: ConfigStore, path: str) -> bool:

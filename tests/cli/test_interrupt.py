@@ -128,3 +128,4 @@ def test_ctrl_c_in_a_sweep_starts_no_further_job(tmp_path: Path) -> None:
     assert process.returncode == 130
     assert stderr.count("hp-muon: interrupted") == 1
     assert not (tmp_path / "outputs" / "train" / "1").exists()
+    assert (tmp_path / "outputs" / "train" / "multirun.yaml").is_file()

@@ -82,13 +82,34 @@ def test_what_starts_no_run_leaves_nothing(arguments: list[str], is_there: bool,
     assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == kept
 
 
-def test_jobs_of_a_refused_sweep_leave_no_folders(tmp_path: Path) -> None:
-    done = hp_muon("train", "-m", "run.name=a,b", "topology.ranks=0", folder=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr.count("topology.ranks=0") == 2
-    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()] == [
-        "outputs/train/multirun.yaml"  # Hydra's own
-    ]
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"),
+    [
+        (["run.name=a,b", "topology.ranks=0"], 2, "topology.ranks=0"),
+        (["run.seed=1,2", "no.such=3"], 2, "no: there is no such option"),
+        (["run.seed=1,2", "model=tiny_dense,nothing"], 2, "model=nothing"),
+        (["run.seed=1,2", "run.dry=true", "model=tiny_dense"], 0, ""),
+        (["hydra.sweep.subdir=${hydra.job.num}", "run.seed=-1,-2", "run.dir=a b"], 2, "run.seed=-2"),
+    ],
+    ids=["refused", "option", "choice", "plan", "subfolders"],
+)
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_sweep_that_starts_no_run_leaves_nothing(
+    arguments: list[str], code: int, told: str, is_there: bool, tmp_path: Path
+) -> None:
+    """Hydra's multirun.yaml was left, in the place of that of an earlier sweep."""
+    folder = tmp_path / ("a b" if "run.dir=a b" in arguments else "outputs/train")
+    kept = folder / "multirun.yaml"
+    if is_there:
+        folder.mkdir(parents=True)
+        kept.write_text("of an earlier sweep")
+    before = sorted(tmp_path.rglob("*"))
+    done = hp_muon("train", "-m", *arguments, folder=tmp_path)
+    assert done.returncode == code, done.stderr
+    assert told in done.stderr
+    assert [path for path in sorted(tmp_path.rglob("*")) if path.is_file() or path in before] == before
+    assert "subdir" in arguments[0] or sorted(tmp_path.rglob("*")) == before
+    assert not is_there or kept.read_text() == "of an earlier sweep"
 
 
 def test_a_plan_needs_no_data(tmp_path: Path) -> None:
