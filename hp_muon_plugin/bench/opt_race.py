@@ -146,10 +146,11 @@ def _judged(name: str, entrant: Entrant, reference: Reference, folder: Path) -> 
     folder.mkdir(parents=True, exist_ok=True)
     entrant.lane.ask({"do": "judge", "name": name, "path": str(folder / "weights.{}.pt")})
     paths = [folder / f"weights.{rank}.pt" for rank in range(entrant.lane.job.num_ranks)]
-    ranks: list[Any] = [torch.load(path, weights_only=True) for path in paths]
-    for path in paths:
-        path.unlink()
-    return reference.judge(entrant.convention, ranks)
+    with entrant.lane.job.stop.at_once():
+        ranks: list[Any] = [torch.load(path, weights_only=True) for path in paths]
+        for path in paths:
+            path.unlink()
+        return reference.judge(entrant.convention, ranks)
 
 
 def _begin(lane: Lane, case: Case) -> None:

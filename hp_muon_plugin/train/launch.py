@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -66,6 +66,7 @@ class Stop:
     def __init__(self) -> None:
         self.is_set = False
         self.hurry: Callable[[], None] = lambda: None
+        self._is_raising = False
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "Stop":
@@ -78,10 +79,28 @@ class Stop:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    @contextlib.contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Within it a signal ends what goes on: this process computes, and would not look at the flag for long.
+
+        Raises:
+            Interrupted: When a signal comes, or has come.
+        """
+        self._is_raising = True
+        try:
+            if self.is_set:
+                raise Interrupted
+            yield
+        finally:
+            self._is_raising = False
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.is_set:
             self.hurry()
         self.is_set = True
+        if self._is_raising:
+            self._is_raising = False
+            raise Interrupted
 
 
 def launch_ranks(config: Train, folder: Path, *, num_ranks: int) -> Failure | None:

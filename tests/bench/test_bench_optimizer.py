@@ -2,7 +2,10 @@
 
 import json
 import os
+import signal
 import sys
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -301,3 +304,20 @@ def test_an_interpreter_that_does_not_start_is_passed_over(tmp_path: Path, monke
 def test_wrong_options_name_themselves(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench(*arguments) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow  # starts two ranks, and computes until it is interrupted
+def test_ctrl_c_is_answered_while_the_reference_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was, when the reference was done: of the large cases after minutes."""
+    judge, began = Reference.judge, []
+
+    def judged_with_a_signal(*arguments: Any) -> Verdict:
+        began.append(time.monotonic())
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        return judge(*arguments)
+
+    monkeypatch.setattr(Reference, "judge", judged_with_a_signal)
+    options = ["--only", "[40,512,512]", "--ranks", "2", "--seconds", "0.1", "--strategies", REPLICATED]
+    assert bench(*options, "--peers", "none", "--out", str(tmp_path)) == 130
+    assert time.monotonic() - began[0] < 8
+    assert not list(tmp_path.iterdir())
