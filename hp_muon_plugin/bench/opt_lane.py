@@ -16,7 +16,7 @@ from typing import Any
 from hp_muon_plugin.bench import opt_boot
 from hp_muon_plugin.bench.fsdp import Supernodes
 from hp_muon_plugin.bench.opt_rank import LanePlan
-from hp_muon_plugin.train.environment import INIT_METHOD
+from hp_muon_plugin.train.environment import INIT_METHOD, python_module
 from hp_muon_plugin.train.launch import Interrupted, Stop
 from hp_muon_plugin.train.rank_main import LAUNCHER
 
@@ -136,7 +136,8 @@ class Lane:
     def _launch(self, here: Path) -> None:
         job, bed = self.job, self.job.testbed
         is_here = self.python == sys.executable
-        program = ["-m", _MODULE] if is_here else [opt_boot.__file__]
+        module = ["-m", _MODULE] if bed is not None else python_module(_MODULE)[1:]
+        program = module if is_here else [opt_boot.__file__]
         if bed is not None:
             options: dict[str, Any] = {"--nodes": bed.nodes, "--ranks-per-node": job.num_ranks // bed.nodes}
             options |= {"--rate": bed.rate, "--timeout": _TESTBED_S, "--python": self.python, "--log-dir": here}

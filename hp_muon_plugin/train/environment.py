@@ -1,9 +1,11 @@
 """What torchrun, or whoever starts the ranks, says in the environment."""
 
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 
 from hp_muon_plugin.errors import ConfigError, raise_all
 
@@ -47,6 +49,20 @@ class Launch:
         get = os.environ.get
         rank, world_size = int(get("RANK", "0")), int(get("WORLD_SIZE", "1"))
         return cls(rank, world_size, int(get("LOCAL_RANK", str(rank))), get(INIT_METHOD, "env://"))
+
+
+def python_module(*arguments: str) -> list[str]:
+    """The command that runs a module in this interpreter, as in ``python -m``, with what is importable here.
+
+    ``-m`` puts the working folder before everything else on the path, so that a file of the user's that happens to be
+    called ``random.py`` would be imported in the place of Python's own, by ranks and not by the command.
+
+    Args:
+        *arguments: The module and its arguments.
+    """
+    here = Path.cwd()
+    is_searched = any(Path(entry or ".").absolute() == here for entry in sys.path)
+    return [sys.executable, *([] if is_searched else ["-P"]), "-m", *arguments]
 
 
 def is_rank() -> bool:

@@ -19,10 +19,12 @@ from typing import Any
 
 from hp_muon_plugin.config.choices import PlatformName
 from hp_muon_plugin.platform.signs import signs_of_accelerator
-from hp_muon_plugin.train.environment import Start, chosen_start
+from hp_muon_plugin.train.environment import Start, chosen_start, python_module
 
 _MODULE = "hp_muon_plugin.train.nursery"
 _POLL_S = 0.1
+_GONE_S = 5.0
+"""How long ranks may take to be gone once they were killed."""
 
 
 class RankNotStarted(Exception):
@@ -154,8 +156,11 @@ class Nursery:
         self._unread = b""
         self._is_refused = False
         self._error: RankNotStarted | None = None
-        self._pipe, theirs = os.pipe()
-        command = [sys.executable, "-m", _MODULE, str(theirs), str(num_ranks), str(folder), *arguments]
+        try:
+            self._pipe, theirs = os.pipe()
+        except OSError as error:
+            raise RankNotStarted(0, str(error)) from None
+        command = python_module(_MODULE, str(theirs), str(num_ranks), str(folder), *arguments)
         try:
             self._process = subprocess.Popen(
                 command, env={**os.environ, **variables}, start_new_session=True, pass_fds=[theirs]
@@ -170,9 +175,9 @@ class Nursery:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.wait()
-        while self.listen(_POLL_S):  # of ranks that nobody has heard of yet
+        self._end()
+        deadline = time.monotonic() + _GONE_S
+        while self.listen(_POLL_S) and time.monotonic() < deadline:  # of ranks that nobody has heard of yet
             pass
         os.close(self._pipe)
 
@@ -193,6 +198,7 @@ class Nursery:
             is_open = self.listen(_POLL_S)
             processes += self._ranks[len(processes) :]
             if self._is_refused:
+                self._end()
                 return False
             if self._error is not None:
                 raise self._error
@@ -232,9 +238,20 @@ class Nursery:
         else:
             self._ranks.append(ForkedRank(message["pid"], self))
 
+    def _end(self) -> int:
+        """Kill it, and what its imports have started, as long as its process id cannot be anybody else's.
+
+        Returns:
+            How it ended.
+        """
+        if self._process.returncode is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        return self._process.wait()
+
     def _ended_early(self) -> bool:
         """An import that ends the process is tried again by a rank, which reports it; a signal is told at once."""
-        code = self._process.wait()
+        os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+        code = self._end()
         if code >= 0 and not self._ranks:
             return False
         told = killed_by(-code) if code < 0 else f"ended with exit code {code}"

@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from typing import Any
 from hp_muon_plugin.config.choices import PlatformName
 from hp_muon_plugin.config.train_options import save_train
 from hp_muon_plugin.config.trainer import Train
-from hp_muon_plugin.train.environment import INIT_METHOD
+from hp_muon_plugin.train.environment import INIT_METHOD, python_module
 from hp_muon_plugin.train.forked import ForkedRank, Nursery, RankNotStarted, killed_by, may_fork
 from hp_muon_plugin.train.rank_main import LAUNCHER
 from hp_muon_plugin.train.run_folder import CONFIG, claimed, error_path, log_path
@@ -214,7 +213,7 @@ def _start_all(processes: _Processes, job: _Job, stop: Stop) -> None:
 
 def _start(rank: int, job: _Job) -> "subprocess.Popen[bytes]":
     environment = {**os.environ, **job.variables, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-    command = [sys.executable, "-m", *job.arguments]
+    command = python_module(*job.arguments)
     options: dict[str, Any] = {"env": environment, "start_new_session": True}
     if rank == 0:
         return subprocess.Popen(command, **options)

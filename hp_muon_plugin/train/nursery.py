@@ -45,6 +45,7 @@ def main() -> None:
     """Entry point: pipe to the launcher, number of ranks, folder, module, arguments of the module."""
     die_with(int(os.environ[LAUNCHER]))
     pipe, num_ranks, folder, name, *arguments = sys.argv[1:]
+    os.set_inheritable(int(pipe), False)  # the launcher waits until nobody holds it any more
     launcher = _Launcher(int(pipe))
     gc.disable()  # what is imported is not garbage, and what is never looked at stays shared
     try:
@@ -67,7 +68,7 @@ def main() -> None:
 
 
 def why_not_to_fork() -> str | None:
-    """What this process has that a forked one cannot have: threads, or a device.
+    """What this process has that a forked one cannot have: threads, processes of its own, or a device.
 
     Returns:
         A reason; None if a forked process is as good as a new one.
@@ -75,10 +76,20 @@ def why_not_to_fork() -> str | None:
     threads = max(threading.active_count(), len(os.listdir(_THREADS)))
     if threads > 1:
         return f"{threads} threads run"
+    if _has_children():
+        return "an import has started a process"
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return "CUDA is initialised"
     return None
+
+
+def _has_children() -> bool:
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
 
 
 def _imported(name: str) -> ModuleType:

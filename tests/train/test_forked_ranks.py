@@ -14,7 +14,7 @@ from hp_muon_plugin.config.choices import PlatformName
 from hp_muon_plugin.errors import ConfigError
 from hp_muon_plugin.platform.signs import signs_of_accelerator
 from hp_muon_plugin.train import forked
-from hp_muon_plugin.train.environment import START
+from hp_muon_plugin.train.environment import START, python_module
 from hp_muon_plugin.train.forked import may_fork
 from hp_muon_plugin.train.launch import Interrupted, launch_module
 from hp_muon_plugin.train.worker import Failure
@@ -163,6 +163,57 @@ def test_ranks_are_new_processes_where_an_import_starts_a_thread(ranks: Ranks) -
     )
     assert ranks.launch() is None
     assert [json.loads((ranks.folder / f"told.{rank}").read_text())["threads"] for rank in range(2)] == [1, 1]
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("seconds", [0.3, 60])
+def test_processes_that_an_import_starts_end_with_the_run(start: str, seconds: float, ranks: Ranks) -> None:
+    """One that ended was taken for a rank, and the launcher failed with a StopIteration; one that did not was left."""
+    pids = ranks.folder / "pids"
+    ranks.write(
+        "import subprocess, sys, time\n"
+        f"started = subprocess.Popen(['sleep', '{seconds}'])\n"
+        f"with open({str(pids)!r}, 'a') as file:\n"
+        "    file.write(f'{started.pid} ')\n"
+        "def main():\n    time.sleep(1)\n"
+    )
+    assert ranks.launch(start) is None
+    assert pids.read_text().split()
+    for pid in pids.read_text().split():
+        assert not is_running(int(pid))
+
+
+@pytest.mark.parametrize("program", ["os.execvp('sleep', ['sleep', '9'])", "time.sleep(9)"], ids=["program", "fork"])
+def test_what_an_import_leaves_in_a_session_of_its_own_does_not_hold_the_launcher(program: str, ranks: Ranks) -> None:
+    """It held the pipe of the process that forks."""
+    ranks.write(
+        "import os, time\n"
+        "def import_ahead():\n"
+        "    if os.fork():\n        os.wait()\n        return\n"
+        "    os.setsid()\n"
+        "    if os.fork():\n        os._exit(0)\n"
+        f"    {program}\n    os._exit(0)\n"
+        "def main():\n    pass\n"
+    )
+    began = time.monotonic()
+    assert ranks.launch() is None
+    assert time.monotonic() - began < 8
+
+
+@BOTH_WAYS
+def test_a_file_of_the_users_is_not_imported_for_pythons_own(
+    start: str, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`python -m` looks into the working folder first: with a random.py there no rank started."""
+    mine = ranks.folder / "mine"
+    mine.mkdir()
+    (mine / "random.py").write_text("raise RuntimeError('not the one of Python')")
+    monkeypatch.chdir(mine)
+    ranks.write("import random\ndef main():\n    random.random()")
+    assert "-P" in python_module("x")
+    assert ranks.launch(start) is None
+    monkeypatch.syspath_prepend(mine)
+    assert "-P" not in python_module("x")  # as where the package is found in the working folder alone
 
 
 @BOTH_WAYS
