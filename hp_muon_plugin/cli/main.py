@@ -1,5 +1,6 @@
 """``hp-muon``: train, plan, bench, ckpt, doctor."""
 
+import logging
 import os
 import signal
 import sys
@@ -8,6 +9,7 @@ from typing import NoReturn
 
 import hp_muon_plugin
 from hp_muon_plugin.cli.interrupts import remembered
+from hp_muon_plugin.cli.standard_files import open_missing
 
 _USAGE = """usage: hp-muon COMMAND ...
 
@@ -45,19 +47,31 @@ def run_to_exit(command: Callable[[], int]) -> NoReturn:
     Args:
         command: Returns the exit code.
     """
+    open_missing()
+    tells_logging_errors = logging.raiseExceptions
+    logging.raiseExceptions = False  # a line of Hydra's log that nobody reads would be a traceback on standard error
+    try:
+        code = _code_of(command)
+    except BrokenPipeError:  # as after `| head`; Python's own flush at the end must not meet it again
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        code = _BROKEN_PIPE_EXIT
+    finally:
+        logging.raiseExceptions = tells_logging_errors
+    if code == _INTERRUPTED_EXIT:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # one more Ctrl-C would be a traceback of Python's own exit
+    sys.exit(code)
+
+
+def _code_of(command: Callable[[], int]) -> int:
     try:
         with remembered():
             code = command()
             sys.stdout.flush()
     except KeyboardInterrupt:
-        print("hp-muon: interrupted", file=sys.stderr)
-        code = _INTERRUPTED_EXIT
-    except BrokenPipeError:  # as after `| head`; Python's own flush at the end must not meet it again
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = _BROKEN_PIPE_EXIT
-    if code == _INTERRUPTED_EXIT:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # one more Ctrl-C would be a traceback of Python's own exit
-    sys.exit(code)
+        print("hp-muon: interrupted", file=sys.stderr, flush=True)
+        return _INTERRUPTED_EXIT
+    return code
 
 
 def run_module(command: str) -> None:
