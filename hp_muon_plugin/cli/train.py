@@ -141,7 +141,7 @@ def _world_size(config: Train) -> int:
             "topology.ranks",
             ranks,
             f"torchrun started {world_size} ranks",
-            "leave topology.ranks out under torchrun",
+            f"start as many with torchrun, or let it decide: topology.ranks=null (or {world_size})",
         )
     return world_size
 

@@ -193,6 +193,8 @@ def _built(config: Train, blend: Blend, cache: Path) -> tuple[Any, Any]:
     builder = BlendedMegatronDatasetBuilder(GPTDataset, samples, lambda: True, dataset_config)
     try:
         train, held_out, _ = builder.build()
+    except FileNotFoundError as error:  # rank 0 writes them, and the others come behind it
+        raise _not_shared(config, error) from error
     except (OSError, ValueError, EOFError) as error:  # numpy's, from a cached file that was cut off
         raise DataError(
             f"Megatron's shuffled indices in {cache} cannot be used ({type(error).__name__}: {error})\n"
@@ -203,6 +205,15 @@ def _built(config: Train, blend: Blend, cache: Path) -> tuple[Any, Any]:
     if any(map(_draws_too_many, (train, held_out))):  # what Megatron finds in the cache it does not look at again
         raise _too_few_samples(config, blend)
     return train, held_out
+
+
+def _not_shared(config: Train, error: FileNotFoundError) -> ConfigError:
+    return ConfigError(
+        "data.cache_dir",
+        config.data.cache_dir,
+        f"rank 0 has written Megatron's shuffled indices there, and this rank finds no {error.filename}",
+        "choose a folder that all nodes see, or start every node in the same one",
+    )
 
 
 def _draws_too_many(dataset: Any) -> bool:

@@ -4,7 +4,6 @@ Under torchrun this is not used. torch is not imported here: the launcher costs 
 """
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -17,12 +16,12 @@ from types import FrameType
 from typing import Any
 
 from hp_muon_plugin.config.choices import PlatformName
-from hp_muon_plugin.config.train_options import save_train
 from hp_muon_plugin.config.trainer import Train
 from hp_muon_plugin.train.environment import INIT_METHOD, python_module
 from hp_muon_plugin.train.forked import ForkedRank, Nursery, RankNotStarted, killed_by, may_fork
 from hp_muon_plugin.train.rank_main import LAUNCHER
-from hp_muon_plugin.train.run_folder import CONFIG, claimed, error_path, log_path
+from hp_muon_plugin.train.reports import read_reports
+from hp_muon_plugin.train.run_folder import CONFIG, claimed, log_path, write_config
 from hp_muon_plugin.train.worker import FAILURE_EXIT, SETTLE_S, USAGE_EXIT, Failure
 
 INTERRUPTED_EXIT = 130
@@ -120,7 +119,7 @@ def launch_ranks(config: Train, folder: Path, *, num_ranks: int) -> Failure | No
         ConfigError: If the folder is another run's, or cannot be written to.
     """
     with claimed(folder):
-        save_train(config, folder / CONFIG)
+        write_config(config, folder)
         arguments = ["hp_muon_plugin.train.rank_main", str(folder / CONFIG), str(folder)]
         options = config.checkpoint
         return launch_module(
@@ -166,11 +165,11 @@ def launch_module(
     """
     processes: _Processes = []
     is_forked = may_fork(platform, num_ranks=num_ranks, threads=threads)
-    with (
-        tempfile.TemporaryDirectory(prefix="hp-muon-", ignore_cleanup_errors=True) as meeting,
-        Stop() as stop,
-        contextlib.ExitStack() as nurseries,
-    ):
+    try:
+        place = tempfile.TemporaryDirectory(prefix="hp-muon-", ignore_cleanup_errors=True)
+    except OSError as error:  # a disk that is full, a TMPDIR that is not there, too many open files
+        return Failure(0, f"could not be started: {error}", FAILURE_EXIT, None)
+    with place as meeting, Stop() as stop, contextlib.ExitStack() as nurseries:
         variables = {
             "WORLD_SIZE": str(num_ranks),
             "LOCAL_WORLD_SIZE": str(num_ranks),
@@ -183,7 +182,7 @@ def launch_module(
         try:
             if not (is_forked and _fork_all(processes, job, stop, nurseries)):
                 _start_all(processes, job, stop)
-            failure = _watch(processes, folder, stop)
+            failure = _watch(processes, (folder, Path(meeting)), stop)
         except RankNotStarted as error:
             failure = Failure(error.rank, f"could not be started: {error.why}", FAILURE_EXIT, None)
         finally:
@@ -221,43 +220,44 @@ def _start(rank: int, job: _Job) -> "subprocess.Popen[bytes]":
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, **options)
 
 
-def _watch(processes: _Processes, folder: Path, stop: Stop) -> Failure | None:
+def _watch(processes: _Processes, folders: Sequence[Path], stop: Stop) -> Failure | None:
     while not stop.is_set:
         codes = [process.poll() for process in processes]
         if any(codes):
             time.sleep(SETTLE_S)
-            return _first_failure([process.poll() for process in processes], folder)
+            return _first_failure([process.poll() for process in processes], folders)
         if all(code == 0 for code in codes):
             return None
         time.sleep(_POLL_S)
     return None
 
 
-def _first_failure(codes: list[int | None], folder: Path) -> Failure:
+def _first_failure(codes: list[int | None], folders: Sequence[Path]) -> Failure:
+    folder = folders[0]
     killed = [rank for rank, code in enumerate(codes) if code is not None and code < 0]
     if killed:  # it could not report; what the others report is the consequence
         rank = killed[0]
         told = killed_by(-codes[rank])  # type: ignore[operator]
         return Failure(rank, told, FAILURE_EXIT, _log(folder, rank))
-    reported = reported_failure(folder, num_ranks=len(codes))
+    reported = reported_failure(*folders, num_ranks=len(codes))
     if reported is not None:
         return reported
     rank = next(rank for rank, code in enumerate(codes) if code)
     return Failure(rank, f"ended with exit code {codes[rank]} and no message", FAILURE_EXIT, _log(folder, rank))
 
 
-def reported_failure(folder: Path, *, num_ranks: int) -> Failure | None:
+def reported_failure(folder: Path, *others: Path, num_ranks: int) -> Failure | None:
     """The first failure that a rank reported.
 
     Args:
-        folder: Where ranks leave reports.
+        folder: Where ranks leave logs and reports.
+        *others: Where else they leave reports.
         num_ranks: Ranks.
 
     Returns:
         The failure; None if no rank reported one.
     """
-    paths = [error_path(folder, rank) for rank in range(num_ranks)]
-    reports = [json.loads(path.read_text(encoding="utf-8")) for path in paths if path.is_file()]
+    reports = read_reports(folder, *others, num_ranks=num_ranks)
     if not reports:
         return None
     first = min(reports, key=lambda report: float(report["time"]))

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
+from hp_muon_plugin.config.train_options import save_train
+from hp_muon_plugin.config.trainer import Train
 from hp_muon_plugin.errors import ConfigError
 from hp_muon_plugin.train.probe import probe_folder
 
@@ -65,6 +67,22 @@ def claimed(folder: Path) -> Iterator[None]:
         except OSError as error:
             raise unwritable_folder(folder, error) from None
         yield
+
+
+def write_config(config: Train, folder: Path) -> None:
+    """Write the options of a run, for its ranks and for the user.
+
+    Args:
+        config: Checked options.
+        folder: The run's folder.
+
+    Raises:
+        ConfigError: If it cannot be written, as on a full disk.
+    """
+    try:
+        save_train(config, folder / CONFIG)
+    except OSError as error:
+        raise unwritable_folder(folder, error) from None
 
 
 def error_path(folder: Path, rank: int) -> Path:
@@ -127,8 +145,7 @@ def _lock(lock: TextIO, folder: Path) -> None:
         if error.errno not in _NO_LOCKS:
             raise
     lock.truncate(0)
-    lock.write(str(os.getpid()))
-    lock.flush()
+    os.write(lock.fileno(), str(os.getpid()).encode("ascii"))  # not kept for when it is closed, which would fail again
 
 
 def _refuse_foreign(folder: Path, *, is_new: bool) -> None:

@@ -6,7 +6,6 @@ traceback to ``FOLDER/rank{N}.log``.
 """
 
 import contextlib
-import json
 import logging
 import os
 import signal
@@ -20,13 +19,14 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from hp_muon_plugin.config.train_options import load_train, save_train
+from hp_muon_plugin.config.train_options import load_train
 from hp_muon_plugin.config.trainer import Train
 from hp_muon_plugin.errors import HpMuonError, RunError
 from hp_muon_plugin.platform.failures import naming
 from hp_muon_plugin.train.environment import Launch
 from hp_muon_plugin.train.interruption import noted
-from hp_muon_plugin.train.run_folder import CONFIG, claimed, error_path, log_path
+from hp_muon_plugin.train.reports import leave_report
+from hp_muon_plugin.train.run_folder import claimed, error_path, log_path, write_config
 
 if TYPE_CHECKING:
     from hp_muon_plugin.train.loop import Result
@@ -101,7 +101,7 @@ def run_foreign_rank(config: Train, folder: Path) -> Failure | None:
     launch = Launch.from_environment()
     with claimed(folder) if launch.rank == 0 else contextlib.nullcontext():
         if launch.rank == 0:
-            save_train(config, folder / CONFIG)
+            write_config(config, folder)
         try:
             run_rank(config, folder)
         except Terminated:  # asked to, and its checkpoint is written
@@ -236,9 +236,8 @@ def report_failure(error: Exception, folder: Path, rank: int) -> int:
         The exit code: 2 for a user's mistake, 1 for anything else.
     """
     is_usage = is_mistake(error)
-    record = {"rank": rank, "time": time.time(), "is_usage": is_usage, "message": explained(error)}
-    error_path(folder, rank).write_text(json.dumps(record), encoding="utf-8")
-    with log_path(folder, rank).open("a", encoding="utf-8") as log:
+    leave_report({"rank": rank, "time": time.time(), "is_usage": is_usage, "message": explained(error)}, folder)
+    with contextlib.suppress(OSError), log_path(folder, rank).open("a", encoding="utf-8") as log:
         traceback.print_exception(error, file=log)
     return USAGE_EXIT if is_usage else FAILURE_EXIT
 

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 pytest.importorskip("megatron.core")
 
@@ -107,3 +109,14 @@ def test_a_token_that_is_read_late_is_checked_too(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(token_checks, "check_vocabulary", lambda *_, **__: None)  # as behind the first 4 million
     with pytest.raises(ConfigError, match=r"data\.vocab_size=7: .*text\.bin \(in samples 0 to 3\) holds token id"):
         batch_of(train)
+
+
+def test_a_rank_that_does_not_see_what_rank_0_has_written_says_so(tmp_path: Path) -> None:
+    """On another node: the folder was said to be damaged, and that its removal would help."""
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)  # rank 0 alone writes, and is elsewhere
+    try:
+        with pytest.raises(ConfigError, match=rf"data\.cache_dir={tmp_path}/cache: rank 0 has written") as caught:
+            load_data(config(tmp_path))
+    finally:
+        dist.destroy_process_group()
+    assert "fix: choose a folder that all nodes see" in str(caught.value)

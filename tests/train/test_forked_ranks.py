@@ -217,6 +217,21 @@ def test_a_file_of_the_users_is_not_imported_for_pythons_own(
 
 
 @BOTH_WAYS
+def test_a_reason_that_the_folder_has_no_room_for_is_told(start: str, ranks: Ranks) -> None:
+    """On a full disk an empty file was left there, at which the launcher failed."""
+    (ranks.folder / "rank1.error.json").mkdir()
+    (ranks.folder / "rank0.error.json").touch()
+    ranks.write(
+        "import os, sys, pathlib\n"
+        "from hp_muon_plugin.train.worker import run_and_report\n"
+        "def fail():\n    if os.environ['RANK'] == '1':\n        raise OSError(28, 'No space left on device')\n"
+        "def main():\n    run_and_report(fail, pathlib.Path(sys.argv[1]).parent)\n"
+    )
+    failure = ranks.launch(start)
+    assert failure == Failure(1, "OSError: [Errno 28] No space left on device", 1, ranks.folder / "rank1.log")
+
+
+@BOTH_WAYS
 def test_a_rank_that_cannot_be_started_ends_the_others(start: str, ranks: Ranks) -> None:
     ranks.write("import time\ndef main():\n    time.sleep(60)")
     failure = ranks.launch(start, folder=ranks.folder / "nowhere")

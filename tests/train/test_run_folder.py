@@ -2,13 +2,16 @@
 
 import fcntl
 import os
+import resource
 from pathlib import Path
 
 import pytest
 from reading import as_somebody_else
 
+from hp_muon_plugin.config.optimizer import HpMuon
+from hp_muon_plugin.config.trainer import Train
 from hp_muon_plugin.errors import ConfigError
-from hp_muon_plugin.train.run_folder import claimed
+from hp_muon_plugin.train.run_folder import claimed, write_config
 
 
 def names(folder: Path) -> set[str]:
@@ -81,3 +84,17 @@ def test_a_file_system_without_locks_still_takes_a_run(tmp_path: Path, monkeypat
 def test_an_error_of_the_run_is_not_taken_for_one_of_the_folder(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError), claimed(tmp_path):
         (tmp_path / "absent").read_text()
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    """The lock's file still held what it had no room for, and its end failed with a traceback."""
+    message = rf"run\.dir={tmp_path}: cannot be written to \(.*File too large\)"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        with pytest.raises(ConfigError, match=message), claimed(tmp_path):
+            pass
+        with pytest.raises(ConfigError, match=message):
+            write_config(Train(optimizer=HpMuon()), tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
