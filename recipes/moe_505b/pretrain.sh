@@ -4,12 +4,13 @@
 #       --data-path /data/tokens --tokenizer-type NullTokenizer --save /shared/moe_505b --load /shared/moe_505b
 # Further arguments go to the script. SIZE=small: the divided model, which a CPU trains.
 set -eu
-HERE=$(cd "$(dirname "$0")" && pwd)
+HERE=$(CDPATH= cd -- "$(dirname -- "$(readlink -f -- "$0")")" && pwd)
 : "${MASTER_ADDR:?set MASTER_ADDR to the first node}" "${NODE_RANK:?set NODE_RANK, 0 on the first node}"
 : "${SCRIPT:?set SCRIPT to the path of your pretrain_gpt.py}"
 . "$HERE/environment.sh"
 
-if [ "${SIZE:-full}" = small ]; then
+case "${SIZE:-full}" in
+small)
     sizes="--num-layers 4 --hidden-size 128 --num-attention-heads 4 --ffn-hidden-size 448 --seq-length 128
         --max-position-embeddings 128 --vocab-size 255 --make-vocab-size-divisible-by 64
         --q-lora-rank 40 --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16
@@ -19,7 +20,8 @@ if [ "${SIZE:-full}" = small ]; then
         --log-interval 10 --eval-interval 30 --eval-iters 4
         --no-masked-softmax-fusion --no-rope-fusion --no-bias-swiglu-fusion --no-persist-layer-norm
         --attention-backend unfused --num-workers 0"
-else
+    ;;
+full)
     sizes="--num-layers 50 --hidden-size 5120 --num-attention-heads 64 --ffn-hidden-size 18432 --seq-length 4096
         --max-position-embeddings 4096 --vocab-size 151552 --make-vocab-size-divisible-by 128
         --q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64 --v-head-dim 128
@@ -28,7 +30,12 @@ else
         --micro-batch-size 1 --global-batch-size 1536 --train-iters 100000 --lr-warmup-iters 2000 --lr 2.6e-4
         --min-lr 2.6e-5 --log-interval 10 --eval-interval 500 --eval-iters 10 --save-interval 500
         --bf16 --moe-grouped-gemm"
-fi
+    ;;
+*)
+    echo "SIZE=$SIZE: choose full, or small for the divided model" >&2
+    exit 2
+    ;;
+esac
 
 set -f  # the layers' pattern is no pattern of files
 # shellcheck disable=SC2086

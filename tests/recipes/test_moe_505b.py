@@ -136,6 +136,35 @@ def test_a_node_without_a_place_is_told_what_to_set(script: str) -> None:
     assert "set MASTER_ADDR to the first node" in done.stderr
 
 
+@pytest.mark.parametrize("script", ["launch.sh", "pretrain.sh"])
+@pytest.mark.parametrize("way", ["link", "CDPATH"])
+def test_a_node_is_started_from_anywhere(script: str, way: str, tmp_path: Path) -> None:
+    """Through a link, or with a CDPATH, whose `cd` prints where it goes, environment.sh was not found."""
+    folder = tmp_path / "a folder"
+    folder.mkdir()
+    link = folder / script if way == "link" else folder / "recipe" / script
+    target = RECIPE / script if way == "link" else RECIPE
+    (link if way == "link" else link.parent).symlink_to(target)
+    called = Path(script) if way == "link" else Path("recipe") / script
+    torchrun = folder / "torchrun"
+    torchrun.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n", encoding="utf-8")
+    torchrun.chmod(0o755)
+    variables = {"PATH": f"{folder}:{os.environ['PATH']}", "SCRIPT": "my script.py", "CDPATH": str(folder), **NODE}
+    done = subprocess.run(
+        ["sh", str(called)], capture_output=True, text=True, env={**os.environ, **variables}, cwd=folder, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (str(RECIPE) if script == "launch.sh" else "my script.py") in done.stdout.splitlines()
+
+
+def test_a_misspelt_size_is_refused() -> None:
+    """It meant the whole model."""
+    variables = {"SCRIPT": "pretrain_gpt.py", "SIZE": "smal", **NODE}
+    command = [str(RECIPE / "pretrain.sh")]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **variables}, check=False)
+    assert (done.returncode, done.stderr) == (2, "SIZE=smal: choose full, or small for the divided model\n")
+
+
 def test_the_divided_model_learns(tmp_path: Path) -> None:
     command = [*CLI, "train", "--config-dir", str(RECIPE), "--config-name", "small"]
     overrides = ["run.steps=6", "run.log_interval=1", "run.eval_batches=1"]
