@@ -1,9 +1,11 @@
 """From options to a model, an optimizer and a schedule that are ready to step."""
 
 import datetime
+import random
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -67,7 +69,7 @@ def _meeting_place(launch: Launch, timeout: datetime.timedelta) -> dict[str, Any
 
 
 def seed_everything(seed: int) -> None:
-    """Seed torch and Megatron's random-state tracker as megatron.training does.
+    """Seed Python, numpy, torch and Megatron's random-state tracker as megatron.training does.
 
     Args:
         seed: The run's seed. Pipeline stages get different ones, data-parallel ranks the same.
@@ -75,6 +77,8 @@ def seed_everything(seed: int) -> None:
     from megatron.core import parallel_state, tensor_parallel
 
     seed += _SEED_STEP_PER_STAGE * parallel_state.get_pipeline_model_parallel_rank()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 

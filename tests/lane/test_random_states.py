@@ -1,5 +1,6 @@
 """Random states of a run of ours, converted, are what Megatron's ranks go on from."""
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from hp_muon_plugin.checkpoint.canonical import Info, Key, RunState, Target
 from hp_muon_plugin.checkpoint.formats import writer
 from hp_muon_plugin.config.trainer import Topology
 from hp_muon_plugin.megatron.random_state import take_random_state
-from hp_muon_plugin.train.setup import Launch
+from hp_muon_plugin.train.setup import Launch, seed_everything
 from lane.harness import moe, start, train_config
 from lane.upstream_runs import draws, set_random
 from tests.checkpoint.fixtures import MadeUp
@@ -87,3 +88,17 @@ def test_states_of_another_number_of_ranks_are_told_to_be_lost() -> None:
     source = MadeUp(infos, RunState(random={"rank0": state}, other={"ranks": sizes}))
     (line,) = writer("torch_dist").losses(source, Target())
     assert line.startswith("random state of (pipeline, tensor) ranks (0, 0)")
+
+
+def _seeded(launch: Launch) -> dict[str, Any]:
+    start(launch, train_config(moe(), Topology()))
+    seed_everything(7)
+    return draws()
+
+
+@pytest.mark.once
+def test_every_generator_begins_at_the_seed() -> None:
+    """Python's and numpy's began anywhere, so that checkpoints of the same run were not the same."""
+    first, second = run_ranks(2, _seeded)
+    assert first == second
+    assert first["random"][0] == random.Random(7).random()
