@@ -157,6 +157,28 @@ def test_a_node_is_started_from_anywhere(script: str, way: str, tmp_path: Path) 
     assert (str(RECIPE) if script == "launch.sh" else "my script.py") in done.stdout.splitlines()
 
 
+@pytest.mark.parametrize("script", ["launch.sh", "pretrain.sh"])
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"NODE_RANK": "48"}, "NODE_RANK=48 NODES=48 DEVICES=16: nodes have numbers from 0 to NODES - 1"),
+        ({"NODES": "0"}, "NODE_RANK=3 NODES=0"),
+        ({"DEVICES": "0"}, "NODE_RANK=3 NODES=48 DEVICES=0"),
+        ({"NODES": "all"}, "NODES=all: must be a number"),
+        ({"NODE_RANK": "-1"}, "NODE_RANK=-1: must be a number"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT=http: must be a number"),
+    ],
+)
+def test_a_node_that_cannot_be_is_refused(script: str, wrong: dict[str, str], message: str) -> None:
+    """torchrun waited for it, and the others with it."""
+    variables = {**os.environ, "SCRIPT": "pretrain_gpt.py", **NODE, **wrong}
+    done = subprocess.run(
+        [str(RECIPE / script)], capture_output=True, text=True, env=variables, check=False, timeout=20
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith(message)
+
+
 def test_a_misspelt_size_is_refused() -> None:
     """It meant the whole model."""
     variables = {"SCRIPT": "pretrain_gpt.py", "SIZE": "smal", **NODE}
