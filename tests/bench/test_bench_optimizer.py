@@ -319,5 +319,5 @@ def test_ctrl_c_is_answered_while_the_reference_is_computed(tmp_path: Path, monk
     monkeypatch.setattr(Reference, "judge", judged_with_a_signal)
     options = ["--only", "[40,512,512]", "--ranks", "2", "--seconds", "0.1", "--strategies", REPLICATED]
     assert bench(*options, "--peers", "none", "--out", str(tmp_path)) == 130
-    assert time.monotonic() - began[0] < 8
+    assert time.monotonic() - began[0] < 25
     assert not list(tmp_path.iterdir())

@@ -183,7 +183,7 @@ def test_processes_that_an_import_starts_end_with_the_run(start: str, seconds: f
         assert not is_running(int(pid))
 
 
-@pytest.mark.parametrize("program", ["os.execvp('sleep', ['sleep', '9'])", "time.sleep(9)"], ids=["program", "fork"])
+@pytest.mark.parametrize("program", ["os.execvp('sleep', ['sleep', '40'])", "time.sleep(40)"], ids=["program", "fork"])
 def test_what_an_import_leaves_in_a_session_of_its_own_does_not_hold_the_launcher(program: str, ranks: Ranks) -> None:
     """It held the pipe of the process that forks."""
     ranks.write(
@@ -197,7 +197,7 @@ def test_what_an_import_leaves_in_a_session_of_its_own_does_not_hold_the_launche
     )
     began = time.monotonic()
     assert ranks.launch() is None
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - began < 25
 
 
 @BOTH_WAYS
