@@ -23,6 +23,7 @@ def test_doctor_without_megatron_says_what_to_install(monkeypatch: pytest.Monkey
     from importlib import metadata
 
     from hp_muon_plugin.cli import doctor
+    from hp_muon_plugin.megatron import versions
 
     real = metadata.version
 
@@ -32,6 +33,7 @@ def test_doctor_without_megatron_says_what_to_install(monkeypatch: pytest.Monkey
         return real(name)
 
     monkeypatch.setattr(metadata, "version", version)
+    monkeypatch.setattr(versions, "_installed", versions._installed.__wrapped__)  # what was read before is kept
     monkeypatch.setitem(sys.modules, "megatron.core", None)
     assert any("pip install 'hp_muon_plugin[megatron]'" in problem for problem in doctor._hook_lines())
 

@@ -63,7 +63,7 @@ def _sharding(body: dict[str, Any], to: str) -> str:
     if to == "torch":
         return "distributed" if body["distributed_optimizer"] else "layer_wise" if body["layer_wise"] else "plain"
     if body["layer_wise"]:
-        return "layer_wise_fully_reshardable" if body["lw_layout"] else "layer_wise"
+        return "layer_wise_fully_reshardable" if body.get("lw_layout") else "layer_wise"
     return "fully_reshardable" if body["distributed_optimizer"] else "none"
 
 
@@ -75,7 +75,7 @@ def _routes(body: dict[str, Any]) -> dict[str, list[str]]:
         own = other = "torch"  # 0.12 wants fully_sharded_model_space, which we do not write
     if not body["bf16"] and body["distributed_optimizer"]:
         own = other = "torch_dist"  # load_parameter_state writes into leaves that require gradients: RuntimeError
-    if body["lw_layout"]:
+    if body.get("lw_layout"):
         own = other = "torch_dist"
     routes = {f"{via} {own}": [via, own] for via in (VIA if ALL else SHOWN)}
     routes[f"{other}"] = [other]

@@ -102,7 +102,7 @@ class Run:
         self.inner = model_of(body)
         self.model = wrapped_of(body, self.inner)
         self.optimizer = optimizer_of(body, self.model, clip)
-        if body["layer_wise"] and not body["lw_layout"]:  # its own, without the uneven lists that gloo refuses
+        if body["layer_wise"] and not body.get("lw_layout"):  # its own, without the uneven lists that gloo refuses
             self.optimizer.allgather_params = self.optimizer.broadcast_params
         self.schedule = schedule_of(body, self.optimizer)
 

@@ -55,7 +55,8 @@ class Ranks:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = folder
         self._monkeypatch = monkeypatch
-        monkeypatch.setenv("PYTHONPATH", f"{folder}:{os.environ.get('PYTHONPATH', '')}")
+        others = os.environ.get("PYTHONPATH")
+        monkeypatch.setenv("PYTHONPATH", f"{folder}:{others}" if others else str(folder))  # an empty entry is "here"
 
     def write(self, source: str) -> None:
         (self.folder / "small_rank.py").write_text(source + "\nif __name__ == '__main__':\n    main()\n")
