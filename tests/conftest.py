@@ -1,7 +1,9 @@
 import contextlib
 import importlib
 import os
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -52,6 +54,14 @@ def _one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _ctrl_c_is_heard_again() -> Iterator[None]:
+    """An interrupted command ignores Ctrl-C while it ends; programs of later tests would be born with that."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session", autouse=True)
