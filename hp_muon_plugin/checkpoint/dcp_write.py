@@ -256,7 +256,7 @@ class DcpWriter:
         """Write parts one after another."""
         place = start
         for part in parts():
-            write_at(handle, place, [part])
+            write_at(handle, place, part)
             place += len(part)
             if self._written is not None:
                 self._written(name, part)

@@ -7,7 +7,7 @@ reads to one that writes, came from memory in each of these steps, and a convers
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from math import prod
 from typing import Any, TypeVar
@@ -163,20 +163,19 @@ class SharedFile:
             part: The bytes.
         """
         with self._lock:
-            write_at(self._handle, place, [part])
+            write_at(self._handle, place, part)
 
 
-def write_at(handle: int, place: int, parts: Sequence[Buffer]) -> None:
-    """Write all of some buffers.
+def write_at(handle: int, place: int, part: Buffer) -> None:
+    """Write all of a buffer.
 
     Args:
         handle: Of a file.
         place: First byte in it.
-        parts: One after another.
+        part: The bytes.
     """
-    for part in parts:
-        left = memoryview(part)
-        while left:
-            count = os.pwrite(handle, left[:BLOCK_BYTES], place)
-            place += count
-            left = left[count:]
+    left = memoryview(part)
+    while left:
+        count = os.pwrite(handle, left[:BLOCK_BYTES], place)
+        place += count
+        left = left[count:]

@@ -66,11 +66,7 @@ def _there_and_back(launch: Launch, mesh: Mesh, folder: Path) -> list[str]:
         converted(folder / "hp", folder / "from legacy", mesh, "torch", None)
     dist.barrier()
     for source in ("from named", "from legacy"):
-        run.spoil()
-        run.load(folder / source, "legacy")
-        wrong += [] if run.held() == had else [f"{source}: as loaded"]
-        wrong += [] if run.train(1, 2) == losses else [f"{source}: losses"]
-        wrong += [] if run.held() == later else [f"{source}: a step later"]
+        wrong += [f"{source}: {what}" for what in run.unlike(folder / source, "legacy", had, losses, later)]
     return wrong
 
 

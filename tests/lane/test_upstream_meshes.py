@@ -66,11 +66,9 @@ def _there_and_back(launch: Launch, mesh: Mesh, folder: Path) -> list[str]:
             converted(folder / source, folder / f"{source}-{sharding}", mesh, to, sharding)
     dist.barrier()
     for source, to, sharding in routes:
-        run.spoil()
-        run.load(folder / f"{source}-{sharding}", "legacy" if to == "torch" else sharding)
-        wrong += [] if run.held() == had else [f"{source} to {sharding}: as loaded"]
-        wrong += [] if run.train(1, 2) == losses else [f"{source} to {sharding}: losses"]
-        wrong += [] if run.held() == later else [f"{source} to {sharding}: a step later"]
+        form = "legacy" if to == "torch" else sharding
+        found = run.unlike(folder / f"{source}-{sharding}", form, had, losses, later)
+        wrong += [f"{source} to {sharding}: {what}" for what in found]
     return wrong
 
 

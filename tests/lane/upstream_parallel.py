@@ -243,6 +243,25 @@ class Parallel:
         else:
             self.optimizer.load_state_dict(saved["optimizer"])
 
+    def unlike(self, folder: Path, form: str, had: list[Any], losses: list[float], later: list[Any]) -> list[str]:
+        """Spoil everything, load, and train one step more.
+
+        Args:
+            folder: The checkpoint.
+            form: Its form.
+            had: What was held when it was saved.
+            losses: Of the step after.
+            later: What was held then.
+
+        Returns:
+            What is not as it was.
+        """
+        self.spoil()
+        self.load(folder, form)
+        wrong = [] if self.held() == had else ["as loaded"]
+        wrong += [] if self.train(1, 2) == losses else ["losses"]
+        return wrong + ([] if self.held() == later else ["a step later"])
+
     def spoil(self) -> None:
         """Make everything wrong, so that what is right later was loaded."""
         for chunk in self.chunks:
