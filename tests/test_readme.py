@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cli.commands import hp_muon
 
 from hp_muon_plugin.train.index_file import write_dataset
 
@@ -42,14 +43,21 @@ def commands_of(text: str) -> list[str]:
     return [line for line in lines if line.partition(" ")[0] in PROGRAMS]
 
 
+def run_line(program: str, arguments: list[str], folder: Path) -> "subprocess.CompletedProcess[str]":
+    """Run a command to its end; an interpreter of its own for ours would only import the same again."""
+    if program == "hp-muon":
+        return hp_muon(*arguments, folder=folder, timeout=220)
+    command = [*PROGRAMS[program], *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=220, check=False)
+
+
 @pytest.mark.parametrize("line", [line for line in commands_of(README) if line.startswith("hp-muon ckpt ")])
 def test_a_command_for_checkpoints_runs_as_it_stands(line: str, tmp_path: Path) -> None:
     with tarfile.open(CHECKPOINT) as archive:
         archive.extractall(tmp_path, filter="data")
     places = {"SRC": "ckpt", "A": "ckpt", "B": "ckpt", "DST": "out"}
     program, *arguments = [places.get(word, word) for word in shlex.split(line)]
-    command = [*PROGRAMS[program], *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=100, check=False)
+    done = run_line(program, arguments, tmp_path)
     assert done.returncode == 0, done.stderr
     assert SHOWN[arguments[1]] in done.stdout + done.stderr
     assert (tmp_path / "out").is_dir() == (arguments[1] == "convert")
@@ -74,8 +82,7 @@ def test_a_command_runs_as_it_stands(line: str, tmp_path: Path) -> None:
     is_plan = "--dry-run" in arguments or "plan" in arguments
     trains = "train" in arguments or is_plan
     shorter = SHORTER if trains else SMALLER[arguments[1]] if "bench" in arguments else []
-    command = [*PROGRAMS[program], *arguments, *shorter]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=220, check=False)
+    done = run_line(program, [*arguments, *shorter], tmp_path)
     assert done.returncode == 0, done.stderr
     if "bench" in arguments:
         wanted = {**dict.fromkeys(("fsdp", "trainer", "convert"), ["ratio"]), "optimizer": ["auto (hp)"]}

@@ -5,7 +5,7 @@ a misspelt key or a wrong type is refused by Hydra with the name of the option.
 """
 
 from hydra.core.config_store import ConfigStore
-from hydra.plugins.config_source import ConfigLoadError
+from hydra.core.object_type import ObjectType
 from omegaconf import OmegaConf
 
 from hp_muon_plugin.config.data_parallel import DataParallel, HpFsdp, MegatronFsdp, TorchFsdp2
@@ -57,8 +57,4 @@ def same_folder(folder: str) -> str:
 
 def _holds(store: ConfigStore, path: str) -> bool:
     """Hydra 1.4 warns where a name is stored again, and 1.5 refuses it."""
-    try:
-        store.load(path)
-    except ConfigLoadError:
-        return False
-    return True
+    return store.get_type(path) is ObjectType.CONFIG  # load() copies it

@@ -22,9 +22,9 @@ MOST_MIB = 60
 @pytest.mark.slow
 @pytest.mark.parametrize("to", ["torch", "fsdp2"])
 def test_memory_does_not_grow_with_the_checkpoint(to: str, tmp_path: Path) -> None:
-    """slow: of 128 MiB and 896 MiB."""
+    """slow: of 64 MiB and 512 MiB. It grew by 0.8 of the difference once."""
     peaks = []
-    for mib in (128, 896):
+    for mib in (64, 512):
         done = subprocess.run(
             [sys.executable, "-c", CONVERT, str(mib), to, str(tmp_path / str(mib))],
             capture_output=True,
