@@ -37,8 +37,8 @@ LANE_PACKAGES = (
 )
 # Megatron's own Muon of 0.19 needs it; converted checkpoints of it are loaded there.
 LANE_EXTRAS = {"0.19.2": ("emerging-optimizers",)}
-# Ranks mostly wait for each other, so that three processes on two cores are faster than one, and steady. Tests that wait
-# for time limits, or for interrupted runs to end, are among the main ones: they leave a third of the cores to a fourth.
+# Ranks mostly wait for each other, so that three processes on two cores are faster than one, and steady. Among the main
+# tests are those that wait for time limits and for interrupted runs to end: they leave a third of the cores idle.
 IN_PARALLEL = ("--numprocesses", "3", "--dist", "worksteal")
 MAIN_IN_PARALLEL = ("--numprocesses", "4", "--dist", "worksteal")
 LANE_TESTS = "tests/lane"
