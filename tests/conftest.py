@@ -1,4 +1,5 @@
 import contextlib
+import gc
 import importlib
 import importlib.util
 import os
@@ -12,6 +13,9 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # The few tests of two threads would spin where three test processes share two cores. Read when torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Test processes import much, and ranks, which are forked from them, live for seconds: by default a quarter of the one
+# and a twentieth of the other is collecting.
+gc.set_threshold(50_000, 20, 100)
 sys.path.insert(0, str(Path(__file__).parent))
 
 from made_once import share_in  # noqa: E402  # found by the line above

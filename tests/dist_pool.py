@@ -67,7 +67,6 @@ def joined(launch: Launch, *, timeout_s: float = 30.0) -> None:
 def _rank(sender: Any, function: Callable[..., Any], launch: Launch, arguments: tuple[Any, ...]) -> None:
     os.setpgid(0, 0)
     gc.freeze()  # what is collected is looked at, and memory that is looked at is copied
-    gc.set_threshold(50_000, 20, 100)  # a rank lives for seconds: by default a twentieth of its time is collecting
     torch.set_num_threads(1)
     try:
         answer = (True, pickle.dumps(function(launch, *arguments)))

@@ -8,6 +8,7 @@ from importlib import metadata
 
 import hp_muon_plugin
 from hp_muon_plugin.errors import HookError, HpMuonError
+from hp_muon_plugin.platform.collecting import without_collecting
 
 _PACKAGES = (
     "torch",
@@ -43,7 +44,8 @@ def run(arguments: list[str]) -> int:
         print(f"  {package:<20} {_version(package)}")
     for note in _notes():
         print(f"  {note}")
-    problems = [*_platform_lines(), *_hook_lines(), *_variable_problems()]
+    with without_collecting():  # what is looked at is imported
+        problems = [*_platform_lines(), *_hook_lines(), *_variable_problems()]
     print("problems" if problems else "no problems found")
     for problem in problems:
         print(f"  {problem}")

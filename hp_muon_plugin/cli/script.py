@@ -22,6 +22,7 @@ from hp_muon_plugin.config.choices import PlatformName
 from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.config.script import OPTIMIZER, Choice
 from hp_muon_plugin.errors import ConfigError, HookError, HpMuonError
+from hp_muon_plugin.platform.collecting import without_collecting
 from hp_muon_plugin.train.environment import check_environment, is_rank, speaks
 from hp_muon_plugin.train.worker import FAILURE_EXIT, USAGE_EXIT, is_mistake
 
@@ -84,9 +85,10 @@ def _with_script_optimizer(request: Request) -> Request:
 
 
 def _chosen_platform(choice: Choice) -> PlatformName:
-    from hp_muon_plugin.platform.base import choose
+    with without_collecting():
+        from hp_muon_plugin.platform.base import choose
 
-    return choose(choice.platform).name
+        return choose(choice.platform).name
 
 
 def _check_script(request: Request) -> None:
@@ -103,13 +105,15 @@ def _run(request: Request, choice: Choice, platform: PlatformName, line: list[st
         os.environ.update(_alone())
     variables = added_variables(line, platform, os.environ)
     os.environ.update(variables)
-    from hp_muon_plugin.megatron.installation import Report
-    from hp_muon_plugin.platform.base import choose
+    with without_collecting():
+        from hp_muon_plugin.megatron.installation import Report
+        from hp_muon_plugin.platform.base import choose
 
     reports: list[Report] = []
 
     def register() -> None:
-        reports.append(_register(choice, platform))
+        with without_collecting():
+            reports.append(_register(choice, platform))
         if speaks():
             told = [f"\n  added to the script's arguments: {' '.join(added)}"] if added else []
             told += [f"\n  set in the environment: {name}={value}" for name, value in variables.items()]
@@ -118,7 +122,8 @@ def _run(request: Request, choice: Choice, platform: PlatformName, line: list[st
     before = sys.argv, list(sys.path)
     sys.argv = [request.script, *line]  # MindSpeed reads it while it is imported
     try:
-        choose(platform).prepare(int(os.environ.get("LOCAL_RANK", "0")))
+        with without_collecting():
+            choose(platform).prepare(int(os.environ.get("LOCAL_RANK", "0")))
         with registering(request, platform, register):
             _execute(request)
     except SystemExit as ended:  # many scripts end with sys.exit(main())

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, NoReturn
 from hp_muon_plugin.config.train_options import load_train
 from hp_muon_plugin.config.trainer import Train
 from hp_muon_plugin.errors import HpMuonError, RunError
+from hp_muon_plugin.platform.collecting import without_collecting
 from hp_muon_plugin.platform.failures import naming
 from hp_muon_plugin.train.environment import Launch
 from hp_muon_plugin.train.interruption import noted
@@ -135,17 +136,18 @@ def run_rank(config: Train, folder: Path) -> None:
         config: Checked options.
         folder: The run's folder.
     """
-    from hp_muon_plugin.platform.base import choose
-    from hp_muon_plugin.train.adaptor import megatron_arguments
-    from hp_muon_plugin.train.metrics import MetricLog
-    from hp_muon_plugin.train.progress import make_display
-    from hp_muon_plugin.train.setup import start_ranks
-
     launch = Launch.from_environment()
-    quiet_logging(is_first_rank=launch.rank == 0)
-    platform = choose(config.platform.name)
-    start_ranks(platform, config.topology, launch, arguments=megatron_arguments(config))
-    import torch.distributed as dist
+    with without_collecting():
+        from hp_muon_plugin.platform.base import choose
+        from hp_muon_plugin.train.adaptor import megatron_arguments
+        from hp_muon_plugin.train.metrics import MetricLog
+        from hp_muon_plugin.train.progress import make_display
+        from hp_muon_plugin.train.setup import start_ranks
+
+        quiet_logging(is_first_rank=launch.rank == 0)
+        platform = choose(config.platform.name)
+        start_ranks(platform, config.topology, launch, arguments=megatron_arguments(config))
+        import torch.distributed as dist
 
     is_first = launch.rank == 0
     log = None
@@ -179,10 +181,11 @@ def train_here(config: Train, platform: object, log: object, display: object, fo
     Returns:
         The run's result.
     """
-    from hp_muon_plugin.train import setup
-    from hp_muon_plugin.train.checkpoints import Checkpoints
-    from hp_muon_plugin.train.data import load_data
-    from hp_muon_plugin.train.loop import Trainer
+    with without_collecting():
+        from hp_muon_plugin.train import setup
+        from hp_muon_plugin.train.checkpoints import Checkpoints
+        from hp_muon_plugin.train.data import load_data
+        from hp_muon_plugin.train.loop import Trainer
 
     setup.seed_everything(config.run.seed)
     data = load_data(config)

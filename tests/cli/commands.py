@@ -120,6 +120,14 @@ def is_running(pid: int) -> bool:
         return False
 
 
+def has_ended(pid: int, *, within_s: float = 5.0) -> bool:
+    """Whether a process that was killed is gone: the system ends it when it next gets a core."""
+    deadline = time.monotonic() + within_s
+    while is_running(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not is_running(pid)
+
+
 def pieces(terminal: int) -> Iterator[bytes]:
     """What a process writes to its terminal, until it closes it."""
     while True:

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from cli.commands import is_running
+from cli.commands import has_ended
 
 from hp_muon_plugin.config.choices import PlatformName
 from hp_muon_plugin.errors import ConfigError
@@ -181,7 +181,7 @@ def test_processes_that_an_import_starts_end_with_the_run(start: str, seconds: f
     assert ranks.launch(start) is None
     assert pids.read_text().split()
     for pid in pids.read_text().split():
-        assert not is_running(int(pid))
+        assert has_ended(int(pid))
 
 
 @pytest.mark.parametrize("program", ["os.execvp('sleep', ['sleep', '40'])", "time.sleep(40)"], ids=["program", "fork"])
@@ -278,7 +278,7 @@ def test_what_forks_may_be_killed_at_any_time(phase: str, ranks: Ranks) -> None:
     wanted = f"could not be started: what imports for all ranks {killed}" if phase == "import" else killed
     assert failure.message == wanted
     for pid in ended.read_text().split():
-        assert not is_running(int(pid))
+        assert has_ended(int(pid))
 
 
 def test_a_rank_that_will_not_end_is_killed(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
