@@ -12,7 +12,7 @@ from hp_muon_plugin.bench.opt_convention import LEARNING_RATE, MOMENTUM, WEIGHT_
 from hp_muon_plugin.bench.opt_memory import SHARDED, WHOLE
 from hp_muon_plugin.config.choices import FloatDtype, OuterMode, Strategy
 from hp_muon_plugin.fsdp import hp_fully_shard
-from hp_muon_plugin.fsdp.api import schedule_of
+from hp_muon_plugin.fsdp.roots import schedule_of
 from hp_muon_plugin.muon import build_optimizer
 from hp_muon_plugin.muon.distributed.shards import shards_of
 

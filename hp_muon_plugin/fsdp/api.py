@@ -1,7 +1,7 @@
 """``hp_fully_shard``: shard a module's parameters over the ranks of a mesh."""
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -15,22 +15,18 @@ from hp_muon_plugin.fsdp.mesh import ShardMesh
 from hp_muon_plugin.fsdp.parameter import Original
 from hp_muon_plugin.fsdp.placed import placed_shards
 from hp_muon_plugin.fsdp.policy import MixedPrecision, ScheduleOptions, UnitOptions
-from hp_muon_plugin.fsdp.schedule import Schedule
-from hp_muon_plugin.fsdp.stale import IGNORED, REPLACED, note_replaced, refuse_added
+from hp_muon_plugin.fsdp.roots import is_unit, join_unit, schedule_of, units_of
+from hp_muon_plugin.fsdp.stale import IGNORED, REPLACED, note_replaced
 from hp_muon_plugin.fsdp.unfit import refuse_unfit
 from hp_muon_plugin.fsdp.unit import Unit
 from hp_muon_plugin.layout.bucket import Piece
 from hp_muon_plugin.layout.per_param import plan_layouts
-from hp_muon_plugin.muon.distributed.shards import LISTEN, SHARDS
+from hp_muon_plugin.muon.distributed.shards import LISTEN, SHARDS, GradientListener, ShardOf
 from hp_muon_plugin.platform.collectives import AxisGroup
 from hp_muon_plugin.platform.wire import C10dWire, Wire
 
 Granularity = Callable[[str, nn.Parameter], tuple[int, bool]]
 _Kind = tuple[torch.dtype, bool, ShardMesh, AxisGroup]  # type, whether trainable, ranks, those of them that shard it
-
-_UNIT = "_hp_fsdp_unit"
-_SCHEDULE = "_hp_fsdp_schedule"
-_MAKE_SCHEDULE = "_hp_fsdp_make_schedule"
 
 
 def default_granularity(name: str, parameter: nn.Parameter) -> tuple[int, bool]:
@@ -50,7 +46,7 @@ def default_granularity(name: str, parameter: nn.Parameter) -> tuple[int, bool]:
 
 
 def hp_fully_shard(
-    module: nn.Module,
+    module: nn.Module | Sequence[nn.Module],
     mesh: DeviceMesh | ShardMesh,
     *,
     reshard_after_forward: bool | int | None = None,
@@ -66,7 +62,7 @@ def hp_fully_shard(
     outer: OuterMode | str = OuterMode.replicate,
     outer_bucket_bytes: int | None = None,
     wire: Wire | None = None,
-) -> nn.Module:
+) -> nn.Module | Sequence[nn.Module]:
     """Shard the parameters of a module that are not in units inside it, as ``fully_shard`` of PyTorch does.
 
     Apply it to the layers first and to the whole model last; the outermost module is the root. All ranks of the mesh
@@ -77,7 +73,9 @@ def hp_fully_shard(
     some ranks alone; one that no rank used keeps the ``grad`` that it has, None as a rule.
 
     Args:
-        module: Any module. Parameters may be on the meta device; see :func:`initialize`.
+        module: Any module. Parameters may be on the meta device; see :func:`initialize`. Several modules of one
+            model, such as ``[model.norm, model.output]``, become one unit: gathered when the first one runs, given
+            up after the last one, and reduced together. The root is one module.
         mesh: One axis, or two (replicate, shard).
         reshard_after_forward: Whether to give up gathered weights after forward. None: yes, except for
             the root. A number: sharded over so many neighbours between forward and backward, as over the
@@ -111,8 +109,9 @@ def hp_fully_shard(
     options = UnitOptions(
         reshard_after_forward, mp_policy or MixedPrecision(), divisor, max_padding, ShardLayout(shard_layout)
     )
-    _check(module, prefetch)
-    originals = _originals(module, ignored_params or set())
+    modules = (module,) if isinstance(module, nn.Module) else tuple(module)
+    _check(modules, prefetch)
+    originals = _originals(modules, ignored_params or set())
     wire, ahead = wire or C10dWire(), ScheduleOptions(prefetch, outer_bucket_bytes)
     kinds = _kinds(originals, axes, replicate_params or set(), other_meshes or {})
     buckets = [
@@ -121,29 +120,52 @@ def hp_fully_shard(
         for bucket in _buckets(members, own, axis, options, wire, granularity)
     ]
     near = axes.near(reshard_after_forward) if type(reshard_after_forward) is int else None  # True is another choice
-    unit = Unit(module, buckets, options, near)
-    setattr(module, _UNIT, unit)
+    unit = Unit(modules, buckets, options, near)
     note_replaced(original.parameter for original in originals)
     for parameter in (parameter for bucket in buckets for parameter in bucket.parameters):
         parameter.register(parameter.sharded)
-    setattr(module, SHARDS, lambda: placed_shards(schedule_of(module)))
-    setattr(module, LISTEN, lambda listener: schedule_of(module).reducer.listen(listener))
-    setattr(module, _MAKE_SCHEDULE, lambda: _new_schedule(unit, ahead, OuterMode(outer), wire))
-    Hooks(unit, schedule_of)
+    join_unit(unit, ahead, OuterMode(outer), wire)
+    for part in modules:
+        setattr(part, SHARDS, partial(_placed, part))
+        setattr(part, LISTEN, partial(_listen, part))
+        Hooks(unit, part, schedule_of)
     return module
 
 
-def _check(module: nn.Module, prefetch: int) -> None:
-    if getattr(module, _UNIT, None) is not None:
-        raise ConfigError("module", type(module).__name__, "is sharded already", "call hp_fully_shard once per module")
+def _placed(module: nn.Module) -> list[ShardOf]:
+    return placed_shards(schedule_of(module))
+
+
+def _listen(module: nn.Module, listener: GradientListener) -> None:
+    schedule_of(module).reducer.listen(listener)
+
+
+def _check(modules: Sequence[nn.Module], prefetch: int) -> None:
+    names = [type(module).__name__ for module in modules]
+    wrong = [name for module, name in zip(modules, names, strict=True) if not isinstance(module, nn.Module)]
+    if wrong or not modules:
+        raise ConfigError("module", wrong, "are no modules", "pass a module, or a list of modules")
+    for module, name in zip(modules, names, strict=True):
+        if is_unit(module):
+            raise ConfigError("module", name, "is sharded already", "call hp_fully_shard once per module")
+    inner = [id(child) for module in modules for child in module.modules()]
+    if len(modules) > 1 and len(inner) > len(set(inner)):
+        raise ConfigError("module", names, "have modules in common", "list each module once, and none inside another")
     if prefetch < 0:
         raise ConfigError("prefetch", prefetch, "is negative", "use 0 or more units")
 
 
-def _originals(module: nn.Module, ignored: set[nn.Parameter]) -> list[Original]:
-    inner = {id(child) for unit in units_of(module) for child in unit.module.modules()}
+def _named(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """All modules inside, those of several by their place in the list."""
+    for place, module in enumerate(modules):
+        yield from module.named_modules(prefix="" if len(modules) == 1 else str(place))
+
+
+def _originals(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> list[Original]:
+    units = [unit for module in modules for unit in units_of(module)]
+    inner = {id(child) for unit in units for module in unit.modules for child in module.modules()}
     found: dict[int, Original] = {}
-    for prefix, child in module.named_modules():
+    for prefix, child in _named(modules):
         if id(child) in inner:
             continue
         for attribute, parameter in child._parameters.items():
@@ -212,89 +234,3 @@ def _buckets(
             reduce_dtype=options.precision.reduce_dtype,
             divisor=options.divisor,
         )
-
-
-def units_of(module: nn.Module) -> list[Unit]:
-    """The units in a module, itself included, in the order of ``module.modules()``.
-
-    Args:
-        module: Any module.
-
-    Returns:
-        The units.
-    """
-    found = (getattr(child, _UNIT, None) for child in module.modules())
-    return list(dict.fromkeys(unit for unit in found if unit is not None))  # torch.compile's wrapper shows it twice
-
-
-def _new_schedule(root: Unit, options: ScheduleOptions, mode: OuterMode, wire: Wire) -> Schedule:
-    names = {id(child): name for name, child in root.module.named_modules()}
-    units = units_of(root.module)
-    refuse_added(root.module)
-    for unit in units:
-        unit.name = names[id(unit.module)] or type(unit.module).__name__
-        unit.is_leaf = len(units_of(unit.module)) == 1
-        if unit.options.reshard_after_forward is None:
-            unit.reshards = unit is not root
-        if hasattr(unit.module, _SCHEDULE):
-            raise RuntimeError(
-                f"{unit.name}: ran by itself before the model that contains it\n"
-                "  fix: run the whole model first, or do not call hp_fully_shard on the outer module"
-            )
-    schedule = Schedule(units, options, mode, wire)
-    for unit in units:
-        setattr(unit.module, _SCHEDULE, schedule)
-    return schedule
-
-
-def schedule_of(module: nn.Module) -> Schedule:
-    """The schedule of a model, made now if it has not run yet.
-
-    Args:
-        module: A root, or after the first forward any unit's module.
-
-    Returns:
-        The schedule.
-
-    Raises:
-        ConfigError: If the module is not sharded.
-    """
-    if getattr(module, _UNIT, None) is None:
-        raise ConfigError("module", type(module).__name__, "is not sharded", "call hp_fully_shard on it first")
-    schedule: Schedule = getattr(module, _SCHEDULE, None) or getattr(module, _MAKE_SCHEDULE)()
-    return schedule
-
-
-def set_requires_gradient_sync(module: nn.Module, is_required: bool) -> None:
-    """Choose whether backward reduces gradients. Without, they are accumulated whole on every rank.
-
-    Args:
-        module: A root.
-        is_required: True for the last micro-batch of a step at least.
-    """
-    schedule_of(module).reducer.syncs = is_required
-
-
-def set_requires_all_reduce(module: nn.Module, is_required: bool) -> None:
-    """Choose whether backward sums over replicas. Without, it sums over the shard axis alone.
-
-    Args:
-        module: A root.
-        is_required: True for the last micro-batch of a step at least.
-    """
-    schedule_of(module).reducer.all_reduces = is_required
-
-
-@contextlib.contextmanager
-def no_sync(module: nn.Module) -> Iterator[None]:
-    """Accumulate gradients without any communication.
-
-    Args:
-        module: A root.
-    """
-    reducer = schedule_of(module).reducer
-    before, reducer.syncs = reducer.syncs, False
-    try:
-        yield
-    finally:
-        reducer.syncs = before

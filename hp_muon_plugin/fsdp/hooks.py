@@ -31,17 +31,17 @@ class _Boundary(torch.autograd.Function):
 
 
 class Hooks:
-    """Hooks of one unit.
+    """Hooks of one module of a unit.
 
     Args:
         unit: The unit.
+        module: The module.
         schedule_of: The unit's schedule; made when a root runs for the first time.
     """
 
-    def __init__(self, unit: Unit, schedule_of: Callable[[nn.Module], Schedule]) -> None:
+    def __init__(self, unit: Unit, module: nn.Module, schedule_of: Callable[[nn.Module], Schedule]) -> None:
         self._unit, self._schedule_of = unit, schedule_of
         self._boundary_nr = -1
-        module = unit.module
         divided = [bucket for bucket in unit.buckets if bucket.shard_axis.size > 1]
         note_parts(divided)
         note_shapes(module, divided)
@@ -56,6 +56,7 @@ class Hooks:
             args, kwargs = _cast((args, kwargs), precision.param_dtype)
         with _trainable_memory():
             schedule = self._schedule_of(module)
+            unit.begin_run()
             schedule.enter_forward(unit, has_grad=has_grad)
         return self._bounded(schedule, args, kwargs) if has_grad else (args, kwargs)
 
@@ -85,8 +86,9 @@ class Hooks:
                 if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                     tensor.register_hook(lambda grad: self._enter_backward(schedule))
                     self._enter_below_views(tensor, schedule)
-        with _trainable_memory():
-            schedule.leave_forward(unit, has_grad=has_grad)
+        if unit.has_run(module):
+            with _trainable_memory():
+                schedule.leave_forward(unit, has_grad=has_grad)
         return output
 
     def _enter_below_views(self, output: torch.Tensor, schedule: Schedule) -> None:

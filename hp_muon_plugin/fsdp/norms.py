@@ -7,7 +7,7 @@ from torch import nn
 
 from hp_muon_plugin.config.choices import OuterMode
 from hp_muon_plugin.errors import ConfigError
-from hp_muon_plugin.fsdp.api import schedule_of
+from hp_muon_plugin.fsdp.roots import schedule_of
 from hp_muon_plugin.fsdp.schedule import Schedule
 from hp_muon_plugin.muon.clipping import norms_of
 from hp_muon_plugin.platform.collectives import AxisGroup, all_reduce_max, all_reduce_sum

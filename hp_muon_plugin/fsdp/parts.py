@@ -32,12 +32,19 @@ def note_shapes(module: nn.Module, buckets: Iterable[Bucket]) -> None:
     """Learn the shapes of a unit's shards, by which copies of them are known again.
 
     Args:
-        module: The unit's.
+        module: One of the unit's.
         buckets: Those that ranks shard.
     """
-    shards = [parameter for bucket in buckets for parameter in bucket.parameters]
-    if any(parameter.sharded.shape != parameter.shape for parameter in shards):
-        _SHAPES[module] = {parameter.name: tuple(parameter.sharded.shape) for parameter in shards}
+    names = {id(child): f"{name}." if name else "" for name, child in module.named_modules()}
+    shards = {
+        f"{names[id(holder)]}{attribute}": parameter
+        for bucket in buckets
+        for parameter in bucket.parameters
+        for holder, attribute in parameter.places[:1]
+        if id(holder) in names
+    }
+    if any(parameter.sharded.shape != parameter.shape for parameter in shards.values()):
+        _SHAPES[module] = {name: tuple(parameter.sharded.shape) for name, parameter in shards.items()}
 
 
 def is_part(parameter: object) -> bool:

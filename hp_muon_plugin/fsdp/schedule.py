@@ -142,7 +142,7 @@ class Schedule:
             group.wait_weights()
         self._take_weights()
         for unit in self.units:
-            unit.has_kept = False
+            unit.begin_forward()
             for bucket in unit.buckets:
                 bucket.refresh()
         self._send_weights()

@@ -1,5 +1,6 @@
 """A unit: the parameters of a module that are gathered, resharded and reduced together."""
 
+from collections.abc import Sequence
 from enum import Enum, auto
 from typing import Any
 
@@ -27,15 +28,16 @@ class State(Enum):
 
 
 class Unit:
-    """One module given to :func:`hp_fully_shard`.
+    """What one call of :func:`hp_fully_shard` was given.
 
     Attributes:
         name: For messages; set by the schedule.
-        module: The module.
-        buckets: Its parameters, without those of units inside it.
+        modules: The modules; one as a rule.
+        left: Those of several that have not run in this forward pass.
+        buckets: Their parameters, without those of units inside it.
         options: What the user chose.
         state: Which form of the parameters exists.
-        is_leaf: Whether no other unit runs inside it; set by the schedule.
+        is_leaf: Whether no other unit runs inside it, or between its modules; set by the root.
         reshards: Whether gathered weights are given up after forward.
         is_in_use: Whether its weights are read now or saved tensors that point to them may be.
         has_boundary: Whether backward passes through the module's inputs.
@@ -52,10 +54,11 @@ class Unit:
     """
 
     def __init__(
-        self, module: nn.Module, buckets: list[Bucket], options: UnitOptions, near: AxisGroup | None = None
+        self, modules: Sequence[nn.Module], buckets: list[Bucket], options: UnitOptions, near: AxisGroup | None = None
     ) -> None:
-        self.name = type(module).__name__
-        self.module, self.buckets, self.options = module, buckets, options
+        self.modules, self.left = tuple(modules), set[nn.Module]()
+        self.buckets, self.options = buckets, options
+        self.rename([type(module).__name__ for module in modules])
         self.state = State.sharded
         self.is_leaf = True
         self.reshards = options.reshard_after_forward is not False
@@ -71,6 +74,14 @@ class Unit:
         self._near, self._kept, self.has_kept = near, list[torch.Tensor](), False
         self.trainable = [bucket for bucket in buckets if bucket.is_trainable]
         self._missing, self._used = set[int](), set[int]()
+
+    def rename(self, names: Sequence[str]) -> None:
+        """Say it by the names of its modules.
+
+        Args:
+            names: One for each module.
+        """
+        self.name = names[0] if len(names) == 1 else f"[{', '.join(names)}]"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse ``copy.deepcopy`` and ``pickle`` of the model."""
@@ -96,6 +107,28 @@ class Unit:
     @property
     def _grad_pieces(self) -> list[tuple[int, torch.dtype]]:
         return [(bucket.layout.numel, bucket.reduce_dtype) for bucket in self.trainable]
+
+    def begin_forward(self) -> None:
+        """Forget what the last forward pass of the model left."""
+        self.has_kept = False
+        self.left.clear()
+
+    def begin_run(self) -> None:
+        """One of the modules is about to run."""
+        if not self.left:
+            self.left.update(self.modules)
+
+    def has_run(self, module: nn.Module) -> bool:
+        """Note that a module has run.
+
+        Args:
+            module: One of this unit's.
+
+        Returns:
+            Whether all have.
+        """
+        self.left.discard(module)
+        return not self.left
 
     def bind(self, slot: Slot) -> None:
         """Choose where gathered weights lie. No saved tensor may point to the place before.

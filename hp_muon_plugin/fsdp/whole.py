@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from hp_muon_plugin.errors import ConfigError
-from hp_muon_plugin.fsdp.api import schedule_of, units_of
 from hp_muon_plugin.fsdp.bucket import Bucket
+from hp_muon_plugin.fsdp.roots import schedule_of, units_of
 from hp_muon_plugin.fsdp.unit import Unit
 
 

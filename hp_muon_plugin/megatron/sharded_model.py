@@ -17,11 +17,12 @@ from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 
 from hp_muon_plugin.config.data_parallel import HpFsdp
 from hp_muon_plugin.errors import ConfigError
-from hp_muon_plugin.fsdp.api import hp_fully_shard, no_sync, schedule_of
+from hp_muon_plugin.fsdp.api import hp_fully_shard
 from hp_muon_plugin.fsdp.bucket import Bucket
 from hp_muon_plugin.fsdp.mesh import ShardMesh
 from hp_muon_plugin.fsdp.parameter import Parameter
 from hp_muon_plugin.fsdp.policy import MixedPrecision
+from hp_muon_plugin.fsdp.roots import no_sync, schedule_of
 from hp_muon_plugin.megatron.groups import megatron_groups
 from hp_muon_plugin.megatron.refusals import refuse_split_latent
 from hp_muon_plugin.megatron.sharded_checkpoint import answer_checkpoints

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hp_muon_plugin.errors import ConfigError
 from hp_muon_plugin.fsdp import MixedPrecision, ShardMesh, hp_fully_shard, no_sync
-from hp_muon_plugin.fsdp.api import schedule_of
+from hp_muon_plugin.fsdp.roots import schedule_of
 from hp_muon_plugin.fsdp.unit import State
 from hp_muon_plugin.fsdp.whole import full_state_dict, initialize, load_full_state_dict
 from hp_muon_plugin.platform.collectives import AxisGroup

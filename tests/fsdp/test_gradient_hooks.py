@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 
 from hp_muon_plugin.errors import ConfigError
 from hp_muon_plugin.fsdp import hp_fully_shard
-from hp_muon_plugin.fsdp.api import no_sync
+from hp_muon_plugin.fsdp.roots import no_sync
 from hp_muon_plugin.fsdp.whole import full_state_dict
 from hp_muon_plugin.train.setup import Launch
 from tests.dist_pool import joined, run_ranks

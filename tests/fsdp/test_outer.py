@@ -10,7 +10,7 @@ from hp_muon_plugin.bench.fsdp_contenders import Setting, build_ours
 from hp_muon_plugin.bench.fsdp_rank import make_mesh
 from hp_muon_plugin.bench.fsdp_traffic import CountCalls
 from hp_muon_plugin.fsdp import hp_fully_shard
-from hp_muon_plugin.fsdp.api import schedule_of
+from hp_muon_plugin.fsdp.roots import schedule_of
 from hp_muon_plugin.platform.collectives import AxisGroup
 from hp_muon_plugin.platform.protocol import Expected, Handle
 from hp_muon_plugin.platform.wire import C10dWire

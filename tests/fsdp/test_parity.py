@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from hp_muon_plugin.fsdp import MixedPrecision, hp_fully_shard, no_sync
-from hp_muon_plugin.fsdp.api import set_requires_all_reduce
+from hp_muon_plugin.fsdp.roots import set_requires_all_reduce
 from hp_muon_plugin.train.setup import Launch
 from tests.dist_pool import joined, run_ranks
 from tests.fsdp.small_models import Trained, build, loss, tokens, train_alone

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hp_muon_plugin.errors import GradientError
 from hp_muon_plugin.fsdp import MixedPrecision, hp_fully_shard
 from hp_muon_plugin.fsdp import outer as outer_module
-from hp_muon_plugin.fsdp.api import no_sync, set_requires_all_reduce
+from hp_muon_plugin.fsdp.roots import no_sync, set_requires_all_reduce
 from hp_muon_plugin.fsdp.whole import full_state_dict
 from hp_muon_plugin.muon import build_optimizer
 from hp_muon_plugin.platform.counting import CountingWire

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 from hp_muon_plugin.errors import ConfigError
 from hp_muon_plugin.fsdp import hp_fully_shard
-from hp_muon_plugin.fsdp.api import no_sync
+from hp_muon_plugin.fsdp.roots import no_sync
 from hp_muon_plugin.muon import build_optimizer
 from hp_muon_plugin.muon.distributed.optimizer import ShardedMuonOptimizer
 from hp_muon_plugin.muon.distributed.shards import LISTEN
