@@ -1,7 +1,8 @@
 """The single-process oracle: Muon and AdamW in float64, one matrix at a time, nothing clever.
 
 Every strategy and every fast path of this package is tested against these functions. They are
-slow and share no code with what they check, apart from the coefficient tables and scale formulas.
+slow and share no code with what they check, apart from the coefficient tables, the scale formulas, and the *views* that
+say which elements of a weight are a matrix: tests/lane compares those with what megatron-core's forward reads.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,8 @@
 """The float64 trajectory: a real model on one rank, its optimizer replaced by the reference."""
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,11 +11,12 @@ from made_once import computed_once
 
 from hp_muon_plugin.config.optimizer import AdamW, HpMuon
 from hp_muon_plugin.config.trainer import Model
+from hp_muon_plugin.layout.spec import plain_matrix
 from hp_muon_plugin.muon.coefficients import resolve_schedule
 from hp_muon_plugin.muon.reference import ReferenceAdamW, ReferenceMuon
-from hp_muon_plugin.muon.routing import Algorithm, default_route
 from hp_muon_plugin.train.setup import Launch
 from lane.harness import Ready, batches, build, specs_of, train_config
+from lane.matrices import matrices_of
 
 
 def _alone(launch: Launch, model: Model, optimizer: HpMuon | AdamW, batch: int, steps: int) -> dict[str, Any]:
@@ -27,6 +30,19 @@ def trained_by_oracle(model: Model, optimizer: HpMuon | AdamW, batch: int, steps
     return found
 
 
+class _Matrices:
+    """Muon on a weight that holds several matrices, each by itself."""
+
+    def __init__(self, rows: list[list[int]], cols: int, rule: Callable[..., ReferenceMuon]) -> None:
+        self._rules = [(part, rule(plain_matrix(len(part), cols))) for part in rows]
+
+    def step(self, weight: torch.Tensor, grad: torch.Tensor, **options: float) -> torch.Tensor:
+        updated = torch.full_like(weight, float("nan"), dtype=torch.float64)
+        for rows, rule in self._rules:
+            updated[rows] = rule.step(weight[rows], grad[rows], **options)
+        return updated
+
+
 def train_with_oracle(ready: Ready, steps: int) -> dict[str, Any]:
     """Train on one rank; every update is computed in float64 and rounded once into the weight."""
     options = ready.config.optimizer
@@ -34,17 +50,19 @@ def train_with_oracle(ready: Ready, steps: int) -> dict[str, Any]:
     is_muon = isinstance(options, HpMuon)
     coefficients = resolve_schedule(options.schedule, steps=options.steps) if is_muon else []
     rules: dict[torch.nn.Parameter, Any] = {}
+    muon = partial(ReferenceMuon, coefficients=coefficients)
+    if is_muon:
+        muon = partial(
+            muon,
+            momentum=options.momentum,
+            nesterov=options.nesterov,
+            scale=options.scale,
+            factor=options.scale_factor,
+        )
     for param, spec in specs.items():
-        if is_muon and default_route(spec)[0] is Algorithm.muon:
-            assert spec.view is not None
-            rules[param] = ReferenceMuon(
-                spec.view,
-                coefficients,
-                momentum=options.momentum,
-                nesterov=options.nesterov,
-                scale=options.scale,
-                factor=options.scale_factor,
-            )
+        matrices = matrices_of(spec.name, param.shape[0], ready.config.model) if is_muon else None
+        if matrices is not None:
+            rules[param] = _Matrices(matrices, param.shape[1], muon)
         else:
             scalar = options.adamw if is_muon else options
             beta1, beta2 = scalar.betas
@@ -61,7 +79,7 @@ def train_with_oracle(ready: Ready, steps: int) -> dict[str, Any]:
         with torch.no_grad():
             for param, rule in rules.items():
                 decay = options.weight_decay if param.dim() > 1 else 0.0
-                kind = "muon" if isinstance(rule, ReferenceMuon) else "adamw"
+                kind = "muon" if isinstance(rule, _Matrices) else "adamw"
                 param.copy_(rule.step(param, grads[param] * factor, lr=lr[kind], weight_decay=decay))
         ready.schedule.step(increment=1)
     weights = {spec.name: param.detach().clone() for param, spec in specs.items()}
