@@ -75,6 +75,45 @@ def test_loss_falls_on_real_text(
     assert list((tmp_path / "run" / "tensorboard").glob("events.*"))
 
 
+def _with_a_nan(launch: Launch, train: Train, folder: str) -> Any:
+    """The third backward pass leaves a NaN in a gradient."""
+    import contextlib
+    import io
+
+    from hp_muon_plugin.train.loop import Trainer
+    from hp_muon_plugin.train.metrics import MetricLog
+    from hp_muon_plugin.train.progress import Lines
+    from hp_muon_plugin.train.worker import train_here
+
+    passes, run = [0], Trainer._forward_backward
+
+    def spoilt(self: Trainer, *arguments: Any, forward_only: bool) -> Any:
+        loss = run(self, *arguments, forward_only=forward_only)
+        passes[0] += not forward_only
+        if passes[0] == 3:  # on every rank, as the sum over ranks leaves it
+            weight = next(p for p in self._model.parameters() if p.dim() > 1)
+            weight.main_grad.view(-1)[0] = float("nan")
+        return loss
+
+    Trainer._forward_backward = spoilt  # type: ignore[method-assign]
+    platform, told = start(launch, train), io.StringIO()
+    log = MetricLog(train.logger, Path(folder), name="test", run_config={}) if launch.rank == 0 else None
+    with contextlib.redirect_stderr(told):
+        result = train_here(train, platform, log, Lines(train.run.steps, told))
+    if log is not None:
+        log.close()
+    return result.num_skipped, told.getvalue()
+
+
+def test_a_step_that_is_left_out_is_told_and_logged(tmp_path: Path) -> None:
+    train = config(tmp_path, dense(num_layers=1), Topology(), run__steps=4, run__eval_interval=4, run__log_interval=100)
+    for skipped, told in run_ranks(2, _with_a_nan, train, str(tmp_path / "run")):
+        assert skipped == 1
+        assert [line.split()[1].strip(":/") for line in told.splitlines() if "SKIPPED" in line] == ["3/4"]
+    entries = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [entry["skipped"] for entry in entries if "skipped" in entry] == [0, 0, 1, 0]
+
+
 @pytest.mark.once
 def test_samples_of_a_step_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
     losses = {}
