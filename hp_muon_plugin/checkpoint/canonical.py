@@ -10,7 +10,7 @@ nothing is stacked, a gated ``linear_fc1`` is ``[gate; up]`` along dimension 0 w
 to another is not there. The vocabulary may be padded; :attr:`RunState.vocab_size` tells the true size if known.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -175,13 +175,36 @@ class Target:
     options: Mapping[str, str] = field(default_factory=dict)
 
 
+class Loss(str):
+    """One readable line about what a format cannot hold; all that verification may pass over for it is named.
+
+    Args:
+        text: The line.
+        kinds: Kinds of tensors that the output lacks.
+        steps: Names of parameters whose step counts it lacks or changes.
+        has_iteration: Whether it keeps the iteration.
+    """
+
+    kinds: frozenset[str]
+    steps: frozenset[str]
+    has_iteration: bool
+
+    def __new__(
+        cls, text: str, *, kinds: Collection[str] = (), steps: Collection[str] = (), has_iteration: bool = True
+    ) -> "Loss":
+        """A line."""
+        made = super().__new__(cls, text)
+        made.kinds, made.steps, made.has_iteration = frozenset(kinds), frozenset(steps), has_iteration
+        return made
+
+
 class Writer(Protocol):
     """Writes one format."""
 
     format: str
 
-    def losses(self, source: Source, target: Target) -> list[str]:
-        """What the format cannot hold of a source, each as one readable line; nothing is written.
+    def losses(self, source: Source, target: Target) -> list[Loss]:
+        """What the format cannot hold of a source; nothing is written.
 
         Args:
             source: What would be written.

@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,13 @@ import torch
 
 import hp_muon_plugin
 from hp_muon_plugin.checkpoint import formats, placing
-from hp_muon_plugin.checkpoint.canonical import Key, Kind, Source, Target, Writer
+from hp_muon_plugin.checkpoint.canonical import Loss, Source, Target, Writer
 from hp_muon_plugin.checkpoint.folders import write_durably
-from hp_muon_plugin.checkpoint.formats.group_members import momentum_decay
-from hp_muon_plugin.checkpoint.hashing import HashingSource, compare_rest, pieces
+from hp_muon_plugin.checkpoint.hashing import HashingSource, compare_rest
+from hp_muon_plugin.checkpoint.output_check import Report, compare_output
 from hp_muon_plugin.checkpoint.progress import Progress
 from hp_muon_plugin.checkpoint.syncing import Syncing
-from hp_muon_plugin.checkpoint.verify import Difference, first_difference, masters, read_again, sampled_masters
+from hp_muon_plugin.checkpoint.verify import Difference, masters, read_again, sampled_masters
 from hp_muon_plugin.errors import CheckpointError, ConfigError, DamageError, VerifyError
 
 REPORT = "conversion.json"
@@ -44,32 +44,8 @@ class Plan:
     writer: Writer
     target: Target
     to: str
-    losses: tuple[str, ...]
+    losses: tuple[Loss, ...]
     nbytes: int
-
-
-@dataclass(slots=True)
-class Report:
-    """What a conversion did; ``conversion.json``.
-
-    Attributes:
-        tensors: XXH3-128 of each canonical tensor of the source by name.
-        dropped: Tensors of the source that the output has not.
-        changed: Tensors that the output holds in another form, with how.
-        zeros: Tensors of the source that hold only zeros.
-        nbytes: Bytes of the source's tensors.
-        seconds: Time it took.
-        folder: Folder of the output.
-        body: The rest, as written.
-    """
-
-    tensors: dict[str, str] = field(default_factory=dict)
-    dropped: list[str] = field(default_factory=list)
-    changed: dict[str, str] = field(default_factory=dict)
-    nbytes: int = 0
-    seconds: float = 0.0
-    folder: Path = Path()
-    body: dict[str, Any] = field(default_factory=dict)
 
 
 def plan(source: Source, to: str, target: Target, flags: Collection[str] = ()) -> Plan:
@@ -91,7 +67,8 @@ def plan(source: Source, to: str, target: Target, flags: Collection[str] = ()) -
     losses = list(writer.losses(source, target))
     unclear = source.state().model.get("unclear_groups")
     if unclear:
-        losses.append(f"param-group values of {len(unclear)} parameters, of which the source does not tell the group")
+        text = f"param-group values of {len(unclear)} parameters, of which the source does not tell the group"
+        losses.append(Loss(text))
     nbytes = sum(info.nbytes for info in source.tensors().values())
     return Plan(source, writer, target, to, tuple(losses), nbytes)
 
@@ -174,7 +151,7 @@ def convert(
                 again = HashingSource(output, budget // max(1, jobs))
                 differ = _masters_that_differ(source, read_again(again, source.tensors(), jobs, progress.advance))
                 refuse(source, differ)
-                _verify(source, again, report, bool(found.losses))
+                compare_output(source, again, report, found.losses)
         report.seconds = time.monotonic() - started
         report.body = _body(found, report)
         write_durably(folder / REPORT, json.dumps(report.body, indent=1))
@@ -209,67 +186,6 @@ def _masters_that_differ(source: HashingSource, found: list[Difference]) -> list
     copies = getattr(source, "copies", None)
     has_copies = copies is not None and any(True for _ in copies())
     return found or (list(masters(source, source.piece_bytes)) if has_copies else [])
-
-
-def _verify(source: HashingSource, output: HashingSource, report: Report, is_lossy: bool) -> None:
-    infos, outputs = source.tensors(), output.tensors()
-    for key, info in infos.items():
-        report.tensors[str(key)] = source.digest(key)
-        if key not in outputs:
-            report.dropped.append(str(key))
-            continue
-        if outputs[key] == info and output.digest(key) == report.tensors[str(key)]:
-            continue
-        report.changed[str(key)] = _changed(source, output, key)
-    extra = [key for key in outputs if key not in infos and key.kind not in (Kind.main, Kind.weight)]
-    if extra:
-        raise VerifyError(f"the output holds {extra[0]}, which the source has not")
-    if report.dropped and not is_lossy:
-        raise VerifyError(f"the output lacks {', '.join(report.dropped[:_SHOWN])}, and nobody said that it would")
-    before, after = source.state(), output.state()
-    if after.iteration != before.iteration and not is_lossy:
-        raise VerifyError(f"the output is at iteration {after.iteration}, the source at {before.iteration}")
-    wrong = [name for name, step in after.steps.items() if before.steps.get(name, step) != step]
-    if wrong and not is_lossy:
-        raise VerifyError(f"the step count of {wrong[0]} is {after.steps[wrong[0]]}, not {before.steps[wrong[0]]}")
-
-
-def _changed(source: HashingSource, output: HashingSource, key: Key) -> str:
-    """How a tensor of the output differs from the source's, if it is a change that a format may make."""
-    before, after = source.tensors()[key], output.tensors()[key]
-    scale = _momentum_scale(source, output, key)
-    how = []
-    if scale != 1.0:
-        how.append(f"times {scale:.9g}")
-    if before.dtype != after.dtype:
-        how.append(f"{before.dtype} to {after.dtype}")
-    if before.shape != after.shape:
-        if before.shape[1:] != after.shape[1:] or not key.name.startswith(("embedding.", "output_layer.")):
-            raise VerifyError(f"{key} has shape {after.shape} in the output, {before.shape} in the source")
-        how.append(f"{before.shape[0]} to {after.shape[0]} rows of vocabulary")
-    rows = min(before.shape[0], after.shape[0]) if before.shape else 1
-    for start, stop in pieces(before, source.piece_bytes):
-        stop = min(stop, rows)
-        if start >= stop:
-            break
-        expected = source.read(key, start, stop)
-        expected = (expected * scale if scale != 1.0 else expected).to(after.dtype)
-        found = first_difference(expected, output.read(key, start, stop), start)
-        if found:
-            raise VerifyError(f"{key} was not written as it was read: {found}")
-    if not how:
-        raise VerifyError(f"{key} changed while it was converted: was the source written to meanwhile?")
-    return ", ".join(how)
-
-
-def _momentum_scale(source: HashingSource, output: HashingSource, key: Key) -> float:
-    before, after = source.state().momentum, output.state().momentum
-    decay = momentum_decay(source.state().hyper.get(key.name, {}))
-    if key.kind != Kind.momentum or before is None or after is None or before == after:
-        return 1.0
-    if not isinstance(decay, int | float):
-        return 1.0
-    return 1.0 - float(decay) if after == "average" else 1.0 / (1.0 - float(decay))
 
 
 def _body(found: Plan, report: Report) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hp_muon_plugin.checkpoint.canonical import RunState, Source, Target
+from hp_muon_plugin.checkpoint.canonical import Loss, RunState, Source, Target
 from hp_muon_plugin.checkpoint.run_values import number
 from hp_muon_plugin.errors import ConfigError
 
@@ -136,3 +136,18 @@ def with_step(group: dict[str, Any], place: StepPlace) -> dict[str, Any]:
     """
     step = {"step": group_value(group["step"], place)} if "step" in group else {}
     return {**fused_values(group, place), **step}
+
+
+def inexact(state: RunState) -> list[Loss]:
+    """One line if a float32, as torch keeps beside a parameter, is not the step count of each parameter.
+
+    Args:
+        state: Of the source.
+    """
+    rounded = {step: torch.tensor(step, dtype=torch.float32).item() for step in set(state.steps.values())}
+    wrong = [name for name, step in state.steps.items() if rounded[step] != step]
+    if not wrong:
+        return []
+    step = state.steps[wrong[0]]
+    text = f"step counts of {len(wrong)} parameters: this form has float32, in which {step:.0f} is {rounded[step]:.0f}"
+    return [Loss(text, steps=wrong)]

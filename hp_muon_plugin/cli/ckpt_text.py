@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from hp_muon_plugin.checkpoint.canonical import Info, Kind, Source
-from hp_muon_plugin.checkpoint.convert import Plan, Report
+from hp_muon_plugin.checkpoint.convert import Plan
+from hp_muon_plugin.checkpoint.output_check import Report
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _INDEX = re.compile(r"(?<=\[)\d+(, \d+)*(?=\]$)")  # in a stack of layers or experts

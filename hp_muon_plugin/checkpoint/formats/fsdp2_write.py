@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hp_muon_plugin.checkpoint import lazy
-from hp_muon_plugin.checkpoint.canonical import Key, Kind, Source, Target
+from hp_muon_plugin.checkpoint.canonical import Key, Kind, Loss, Source, Target
 from hp_muon_plugin.checkpoint.formats import names
 from hp_muon_plugin.checkpoint.formats.base import (
     RECORD,
@@ -25,6 +25,7 @@ from hp_muon_plugin.checkpoint.formats.fsdp2 import NAME
 from hp_muon_plugin.checkpoint.formats.spelling import prediction
 from hp_muon_plugin.checkpoint.lazy import Lazy
 from hp_muon_plugin.checkpoint.megatron_names import registration_order
+from hp_muon_plugin.checkpoint.step_counts import inexact
 from hp_muon_plugin.errors import ConfigError
 
 _STACKABLE = re.compile(r"^(.*\.experts)\.local_experts\.(\d+)\.(linear_fc[12]\.(?:weight|bias))$")
@@ -40,10 +41,10 @@ class Fsdp2Writer:
 
     format = NAME
 
-    def losses(self, source: Source, target: Target) -> list[str]:
+    def losses(self, source: Source, target: Target) -> list[Loss]:
         """As :class:`~hp_muon_plugin.checkpoint.canonical.Writer`."""
         check_momentum(source, target, None)
-        return []
+        return inexact(source.state())
 
     def write(self, source: Source, folder: Path, target: Target, count: Callable[[int], None], budget: int) -> None:
         """As :class:`~hp_muon_plugin.checkpoint.canonical.Writer`."""

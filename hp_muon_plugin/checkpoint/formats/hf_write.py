@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hp_muon_plugin.checkpoint import lazy
-from hp_muon_plugin.checkpoint.canonical import Key, Kind, Source, Target
+from hp_muon_plugin.checkpoint.canonical import Key, Kind, Loss, Source, Target
 from hp_muon_plugin.checkpoint.formats import names
 from hp_muon_plugin.checkpoint.formats.base import kinds_by_name, stored_weight
 from hp_muon_plugin.checkpoint.formats.hf import CONFIG, INDEX, NAME
@@ -27,7 +27,7 @@ class HfWriter:
 
     format = NAME
 
-    def losses(self, source: Source, target: Target) -> list[str]:
+    def losses(self, source: Source, target: Target) -> list[Loss]:
         """As :class:`~hp_muon_plugin.checkpoint.canonical.Writer`."""
         _planned(source, target)
         counts: dict[str, int] = {}
@@ -35,7 +35,7 @@ class HfWriter:
             if key.kind not in (Kind.weight, Kind.buffer):
                 counts[key.kind] = counts.get(key.kind, 0) + 1
         found = [
-            f"float32 masters of {count} parameters" if kind == Kind.main else f"{kind} of {count} parameters"
+            Loss(f"{'float32 masters' if kind == Kind.main else kind} of {count} parameters", kinds={kind})
             for kind, count in counts.items()
         ]
         state = source.state()
@@ -48,7 +48,8 @@ class HfWriter:
             ("position in the data", state.data or state.consumed_samples),
         ):
             if value:
-                found.append(what)
+                steps = state.steps if value is state.steps else ()
+                found.append(Loss(what, steps=steps, has_iteration=what != "iteration"))
         return found
 
     def write(self, source: Source, folder: Path, target: Target, count: Callable[[int], None], budget: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hp_muon_plugin.checkpoint import lazy
-from hp_muon_plugin.checkpoint.canonical import Info, Key, RunState, Source, Target
+from hp_muon_plugin.checkpoint.canonical import Info, Key, Loss, RunState, Source, Target
 from hp_muon_plugin.checkpoint.dcp_files import DcpFolder
 from hp_muon_plugin.checkpoint.dcp_write import DcpWriter, waiting_bytes
 from hp_muon_plugin.checkpoint.folders import MANIFEST, write_durably
@@ -107,7 +107,7 @@ class HpWriter:
 
     format = "hp"
 
-    def losses(self, source: Source, target: Target) -> list[str]:
+    def losses(self, source: Source, target: Target) -> list[Loss]:
         """Nothing is lost."""
         return []
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hp_muon_plugin.checkpoint import lazy
-from hp_muon_plugin.checkpoint.canonical import Key, Kind, Source, Target
+from hp_muon_plugin.checkpoint.canonical import Key, Kind, Loss, Source, Target
 from hp_muon_plugin.checkpoint.formats.base import (
     RECORD,
     check_momentum,
@@ -21,6 +21,7 @@ from hp_muon_plugin.checkpoint.formats.hyper_parallel import METADATA, NAME
 from hp_muon_plugin.checkpoint.formats.spelling import prediction
 from hp_muon_plugin.checkpoint.lazy import Lazy
 from hp_muon_plugin.checkpoint.megatron_names import registration_order
+from hp_muon_plugin.checkpoint.step_counts import inexact
 from hp_muon_plugin.checkpoint.torch_archive_stream import write_archive
 from hp_muon_plugin.errors import ConfigError
 
@@ -37,7 +38,7 @@ class HyperParallelWriter:
 
     format = NAME
 
-    def losses(self, source: Source, target: Target) -> list[str]:
+    def losses(self, source: Source, target: Target) -> list[Loss]:
         """As :class:`~hp_muon_plugin.checkpoint.canonical.Writer`."""
         world = _world(target)
         for key, info in source.tensors().items():
@@ -49,7 +50,7 @@ class HyperParallelWriter:
                     "choose a number of ranks that divides the rows of every tensor, or 1",
                 )
         check_momentum(source, target, None)
-        return []
+        return inexact(source.state())
 
     def write(self, source: Source, folder: Path, target: Target, count: Callable[[int], None], budget: int) -> None:
         """As :class:`~hp_muon_plugin.checkpoint.canonical.Writer`."""

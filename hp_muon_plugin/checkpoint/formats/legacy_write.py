@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hp_muon_plugin.checkpoint import lazy
-from hp_muon_plugin.checkpoint.canonical import Kind, Momentum, RunState, Source, Target
+from hp_muon_plugin.checkpoint.canonical import Kind, Loss, Momentum, RunState, Source, Target
 from hp_muon_plugin.checkpoint.formats import names
 from hp_muon_plugin.checkpoint.formats.base import RECORD, check_momentum, momentum_of, record
 from hp_muon_plugin.checkpoint.formats.flat_layout import layout
@@ -32,7 +32,7 @@ from hp_muon_plugin.checkpoint.formats.random_states import by_place, rank_name
 from hp_muon_plugin.checkpoint.formats.stages import INSIDE, bucket_size_of, expert_tensors_of, sizes_of
 from hp_muon_plugin.checkpoint.lazy import Lazy
 from hp_muon_plugin.checkpoint.run_values import random_state
-from hp_muon_plugin.checkpoint.step_counts import StepPlace, fused_values, group_value, wanted_place
+from hp_muon_plugin.checkpoint.step_counts import StepPlace, fused_values, group_value, inexact, wanted_place
 from hp_muon_plugin.checkpoint.torch_archive_stream import write_archive
 from hp_muon_plugin.errors import ConfigError
 
@@ -48,26 +48,31 @@ class LegacyWriter:
 
     format = NAME
 
-    def losses(self, source: Source, target: Target) -> list[str]:
+    def losses(self, source: Source, target: Target) -> list[Loss]:
         """As :class:`~hp_muon_plugin.checkpoint.canonical.Writer`."""
         made, state = _plan(source, target), source.state()
         random = by_place(state)
         check_momentum(source, target, Momentum.average)
-        wanted_place(source, target)
-        found = []
+        place = wanted_place(source, target)
+        found: list[Loss] = []
         missing = [rank for rank in made.ranks() if _random(random, rank) is None]
         if missing:
-            found.append(
+            text = (
                 f"random state of {len(missing)} of {len(made.ranks())} ranks: the source has none as Megatron keeps "
                 "it, so load with --no-load-rng; those ranks then start from the seed"
             )
+            found.append(Loss(text))
         form = form_of(made)
-        if form == "distributed" and _uneven_steps(state, _groups(made)):
-            found.append("steps of parameters of one group that differ: DistributedOptimizer keeps one for each group")
+        if form == "distributed":
+            if uneven := _uneven_steps(state, _groups(made)):
+                text = "steps of parameters of one group that differ: DistributedOptimizer keeps one for each group"
+                found.append(Loss(text, steps=uneven))
+        elif form != "none" and place is StepPlace.parameter:
+            found += inexact(state)
         for name in (names.EMBEDDING, names.OUTPUT):
             rows = next((info.shape[0] for key, info in source.tensors().items() if key.name == name), None)
             if rows is not None and rows > made.shapes[name][0]:
-                found.append(f"{rows - made.shapes[name][0]} rows of padding of {name}")
+                found.append(Loss(f"{rows - made.shapes[name][0]} rows of padding of {name}"))
         return found
 
     def write(self, source: Source, folder: Path, target: Target, count: Callable[[int], None], budget: int) -> None:
@@ -171,9 +176,9 @@ def _dealt(
         yield data, [[(values, next(share)) for values, _ in part] for part in owned]
 
 
-def _uneven_steps(state: RunState, groups: Groups) -> bool:
-    each = [{state.steps[name] for name in owned if name in state.steps} for part in groups for _, owned in part]
-    return any(len(steps) > 1 for steps in each)
+def _uneven_steps(state: RunState, groups: Groups) -> list[str]:
+    each = [{name: state.steps[name] for name in owned if name in state.steps} for part in groups for _, owned in part]
+    return [name for steps in each for name, step in steps.items() if step != max(steps.values())]
 
 
 def _chunk(made: Plan, rank: Rank, members: dict[str, str], ends: bool) -> dict[str, Any]:
@@ -286,12 +291,6 @@ def _flat(
     for local, start in sorted(starts.items(), key=lambda item: item[1]):
         name = members[local]
         own = kind or (Kind.main if Kind.main in made.kinds[name] else Kind.weight)
-        parts.append(
-            (
-                start,
-                lazy.cast(made.tensor(name, own, rank), torch.float32)
-                if kind is None
-                else made.tensor(name, own, rank),
-            )
-        )
+        value = made.tensor(name, own, rank)
+        parts.append((start, lazy.cast(value, torch.float32) if kind is None else value))
     return lazy.flat_of(parts, total)

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from hp_muon_plugin.checkpoint import lazy
-from hp_muon_plugin.checkpoint.canonical import Key, Kind, Momentum, Source, Target
+from hp_muon_plugin.checkpoint.canonical import Key, Kind, Loss, Momentum, Source, Target
 from hp_muon_plugin.checkpoint.formats import names
 from hp_muon_plugin.checkpoint.formats.base import (
     RECORD,
@@ -23,7 +23,7 @@ from hp_muon_plugin.checkpoint.formats.megatron_run import put_run_state
 from hp_muon_plugin.checkpoint.formats.random_states import megatron_random, random_losses
 from hp_muon_plugin.checkpoint.formats.spelling import spelling
 from hp_muon_plugin.checkpoint.lazy import Lazy
-from hp_muon_plugin.checkpoint.step_counts import StepPlace, fused_values, group_value, wanted_place
+from hp_muon_plugin.checkpoint.step_counts import StepPlace, fused_values, group_value, inexact, wanted_place
 
 _STATE_PREFIX = "module.module.module."
 
@@ -36,11 +36,11 @@ class MegatronFsdpWriter:
 
     format = NAME
 
-    def losses(self, source: Source, target: Target) -> list[str]:
+    def losses(self, source: Source, target: Target) -> list[Loss]:
         """As :class:`~hp_muon_plugin.checkpoint.canonical.Writer`."""
         check_momentum(source, target, Momentum.average)
-        wanted_place(source, target)
-        return random_losses(source.state(), [(0, 0)])
+        rounded = wanted_place(source, target) is StepPlace.parameter
+        return [*random_losses(source.state(), [(0, 0)]), *(inexact(source.state()) if rounded else ())]
 
     def write(self, source: Source, folder: Path, target: Target, count: Callable[[int], None], budget: int) -> None:
         """As :class:`~hp_muon_plugin.checkpoint.canonical.Writer`."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from hp_muon_plugin.checkpoint.canonical import RunState
+from hp_muon_plugin.checkpoint.canonical import Loss, RunState
 from hp_muon_plugin.checkpoint.run_values import plain, random_state
 
 _KEYS = {"random_rng_state", "np_rng_state", "torch_rng_state", "cuda_rng_state", "rng_tracker_states"}
@@ -86,7 +86,7 @@ def megatron_random(state: RunState, ranks: Sequence[tuple[int, int]]) -> dict[t
     return found
 
 
-def random_losses(state: RunState, ranks: Sequence[tuple[int, int]]) -> list[str]:
+def random_losses(state: RunState, ranks: Sequence[tuple[int, int]]) -> list[Loss]:
     """One line if Megatron will not find a random state for each rank.
 
     Args:
@@ -96,7 +96,8 @@ def random_losses(state: RunState, ranks: Sequence[tuple[int, int]]) -> list[str
     missing = len(ranks) - len(megatron_random(state, ranks))
     if not missing:
         return []
-    return [
+    text = (
         f"random state of {missing} of {len(ranks)} ranks: the source has none as Megatron keeps it, so load with "
         "--no-load-rng; every rank then starts from the seed"
-    ]
+    )
+    return [Loss(text)]

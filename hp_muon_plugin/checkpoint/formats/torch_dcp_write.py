@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hp_muon_plugin.checkpoint import lazy
-from hp_muon_plugin.checkpoint.canonical import Key, Kind, Momentum, Source, Target
+from hp_muon_plugin.checkpoint.canonical import Key, Kind, Loss, Momentum, Source, Target
 from hp_muon_plugin.checkpoint.formats.base import (
     RECORD,
     check_momentum,
@@ -26,7 +26,7 @@ from hp_muon_plugin.checkpoint.formats.random_states import megatron_random, ran
 from hp_muon_plugin.checkpoint.formats.spelling import spelling
 from hp_muon_plugin.checkpoint.formats.torch_dcp import NAME
 from hp_muon_plugin.checkpoint.megatron_names import registration_order
-from hp_muon_plugin.checkpoint.step_counts import StepPlace, fused_values, group_value, wanted_place
+from hp_muon_plugin.checkpoint.step_counts import StepPlace, fused_values, group_value, inexact, wanted_place
 
 _NO_STATE = (Kind.weight, Kind.main, Kind.buffer)
 
@@ -36,11 +36,11 @@ class TorchDcpWriter:
 
     format = NAME
 
-    def losses(self, source: Source, target: Target) -> list[str]:
+    def losses(self, source: Source, target: Target) -> list[Loss]:
         """As :class:`~hp_muon_plugin.checkpoint.canonical.Writer`."""
         check_momentum(source, target, Momentum.average)
-        wanted_place(source, target)
-        return random_losses(source.state(), [(0, 0)])
+        rounded = wanted_place(source, target) is StepPlace.parameter
+        return [*random_losses(source.state(), [(0, 0)]), *(inexact(source.state()) if rounded else ())]
 
     def write(self, source: Source, folder: Path, target: Target, count: Callable[[int], None], budget: int) -> None:
         """As :class:`~hp_muon_plugin.checkpoint.canonical.Writer`."""

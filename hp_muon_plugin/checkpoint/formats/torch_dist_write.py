@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from hp_muon_plugin.checkpoint import lazy
-from hp_muon_plugin.checkpoint.canonical import Info, Key, Kind, Momentum, Source, Target
+from hp_muon_plugin.checkpoint.canonical import Info, Key, Kind, Loss, Momentum, Source, Target
 from hp_muon_plugin.checkpoint.dcp_write import DcpWriter, waiting_bytes
 from hp_muon_plugin.checkpoint.folders import write_durably
 from hp_muon_plugin.checkpoint.formats.group_members import momentum_decay
@@ -44,7 +44,7 @@ class TorchDistWriter:
 
     format = "torch_dist"
 
-    def losses(self, source: Source, target: Target) -> list[str]:
+    def losses(self, source: Source, target: Target) -> list[Loss]:
         """As :class:`~hp_muon_plugin.checkpoint.canonical.Writer`."""
         if sharding_of(source, target) == BUCKETS:
             buffers_plan(source, target)
@@ -52,26 +52,29 @@ class TorchDistWriter:
         style_of_target(source, target)
         wanted_place(source, target)
         infos, state = source.tensors(), source.state()
-        lost = []
+        lost: list[Loss] = []
         if uneven_steps(source):
-            lost.append("step counts: parameters have done different numbers of steps, each group keeps its largest")
+            text = "step counts: parameters have done different numbers of steps, each group keeps its largest"
+            lost.append(Loss(text, steps=state.steps))
         if _unscaled(source):
-            lost.append(
+            text = (
                 f"momentum of {_unscaled(source)} parameters: Megatron's Muon averages, the buffers here are sums, and "
                 "the decay to scale them by is not in the source: they stay sums"
             )
+            lost.append(Loss(text))
         without = {key.name for key in infos if key.kind not in _FIXED and not _has_master(infos, key.name)}
         if without:
-            lost.append(f"masters of {len(without)} parameters: none in the source, the rounded weights will serve")
+            text = f"masters of {len(without)} parameters: none in the source, the rounded weights will serve"
+            lost.append(Loss(text))
         _, missing = random_objects(state, target)
         if missing:
             ranks = ", ".join(missing[:4]) + (", ..." if len(missing) > 4 else "")
-            lost.append(
-                f"random state of (pipeline, tensor) ranks {ranks}: none in the source; load with --no-load-rng"
-            )
+            text = f"random state of (pipeline, tensor) ranks {ranks}: none in the source; load with --no-load-rng"
+            lost.append(Loss(text))
         is_by_data_rank = target.megatron is not None and (0, 14) <= target.megatron < (0, 19) and target.ep > 1
         if is_by_data_rank and not missing and not any(".dp" in name for name in by_place(state)):
-            lost.append("random state of data ranks, which this version asks for with EP > 1: load with --no-load-rng")
+            text = "random state of data ranks, which this version asks for with EP > 1: load with --no-load-rng"
+            lost.append(Loss(text))
         return lost
 
     def where(self, source: Source, target: Target) -> dict[Key, str]:
