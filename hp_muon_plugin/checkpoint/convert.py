@@ -1,5 +1,6 @@
 """Conversion of a checkpoint from any format to any other: planned, bounded in memory, atomic, verified."""
 
+import hashlib
 import json
 import threading
 import time
@@ -131,9 +132,13 @@ def convert(
     started = time.monotonic()
     state = found.source.state()
     place = placing.destination(dst, state.iteration, is_tracked=formats.FORMATS[found.to].is_tracked)
+    what = _what(found)
+    if not force and placing.finish(place, what):
+        progress.note(f"{place.final} was whole already: an earlier conversion had been killed just before its end")
+        return _finished(place.final)
     placing.check(place, found.source.path, found.nbytes, force=force)
     report = Report(nbytes=found.nbytes, folder=place.final)
-    with _one_thread_each(), placing.placed(place, progress.note) as folder:
+    with _one_thread_each(), placing.placed(place, progress.note, what) as folder:
         source, one_at_a_time = HashingSource(found.source, budget), threading.Lock()
         with Syncing(folder, found.nbytes) as syncing:
 
@@ -156,6 +161,29 @@ def convert(
         report.body = _body(found, report)
         write_durably(folder / REPORT, json.dumps(report.body, indent=1))
     return report
+
+
+def _what(found: Plan) -> str:
+    """Tells a conversion from any other, a source that was written to since among them."""
+    state, folder = found.source.state(), found.source.path
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    tensors = [(str(key), str(info)) for key, info in found.source.tensors().items()]
+    told = replace(found.target, jobs=1), found.to, state.iteration, state.vocab_size, str(folder.resolve())
+    return hashlib.sha256(repr((told, stats, tensors)).encode()).hexdigest()
+
+
+def _finished(folder: Path) -> Report:
+    body = json.loads((folder / REPORT).read_text(encoding="utf-8"))
+    return Report(
+        tensors=body["xxh3_128"],
+        dropped=body["dropped"],
+        changed=body["changed"],
+        nbytes=body["bytes"],
+        seconds=body["seconds"],
+        folder=folder,
+        body=body,
+    )
 
 
 @contextmanager

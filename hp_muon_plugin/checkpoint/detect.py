@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hp_muon_plugin.checkpoint.files import Files
+from hp_muon_plugin.checkpoint.folders import standing
 from hp_muon_plugin.checkpoint.safe_pickle import load_metadata
 from hp_muon_plugin.errors import CheckpointError, DamageError
 
@@ -40,6 +41,7 @@ def find(path: Path) -> Found:
     Raises:
         CheckpointError: If there is none, or its format is unknown.
     """
+    path = standing(path)
     if not path.exists():
         raise CheckpointError(f"{path} does not exist\n  fix: name the folder of a checkpoint, or of its {TRACKER}")
     if not path.is_dir():
@@ -53,6 +55,7 @@ def find(path: Path) -> Found:
     )
     if folder.name == "\0":
         raise CheckpointError(f"{tracker} holds {text[:40]!r} instead of an iteration\n  fix: name the folder itself")
+    folder = standing(folder)
     if not folder.is_dir():
         there = sorted(item.name for item in path.iterdir() if _ITERATION.match(item.name))
         raise CheckpointError(

@@ -1,9 +1,12 @@
 """Folders of checkpoints and the tracker file that names the latest: every change is one rename.
 
 ``SAVE/iter_0000010`` is a checkpoint, ``SAVE/latest_checkpointed_iteration.txt`` holds ``10``, as in Megatron.
-A checkpoint is written to ``SAVE/iter_0000010.hp_muon_partial`` and renamed when it is whole.
+A checkpoint is written to ``SAVE/iter_0000010.hp_muon_partial`` and renamed when it is whole. One that is there changes
+names with it in one step where the system can (Linux, on most file systems); elsewhere it makes room for a moment, in
+which it is read from ``SAVE/iter_0000010.hp_muon_old``.
 """
 
+import ctypes
 import errno
 import logging
 import os
@@ -25,6 +28,7 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Numbers of the errors of a full disk, quota or file limit."""
 OLD = ".hp_muon_old"
 """Ends the name of what is being replaced; likewise."""
+_HERE, _EXCHANGE = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
 _FOLDER = re.compile(r"iter_(\d{7,})")
 _LEFT_OVER = re.compile(rf"iter_\d{{7,}}({re.escape(PARTIAL)}|{re.escape(OLD)})")
 
@@ -123,8 +127,8 @@ def named_checkpoint(given: Path) -> Path:
     except CheckpointError as error:
         why = str(error).partition("\n")[0]
     else:
-        if iteration is not None and (folder_of(given, iteration) / MANIFEST).is_file():
-            return folder_of(given, iteration)
+        if iteration is not None and (standing(folder_of(given, iteration)) / MANIFEST).is_file():
+            return standing(folder_of(given, iteration))
         why = f"there is neither {MANIFEST} nor {TRACKER}"
         if iteration is not None:
             why = f"{TRACKER} names {folder_of(given, iteration).name}, which has no {MANIFEST}"
@@ -201,11 +205,42 @@ def publish(partial: Path, final: Path) -> None:
     sync_folder(partial)
     old = final.with_name(final.name + OLD)
     if final.exists():
+        if exchange(partial, final):
+            sync_folder(final.parent)
+            shutil.rmtree(partial, ignore_errors=True)
+            return
         shutil.rmtree(old, ignore_errors=True)
         final.rename(old)
     partial.rename(final)
     sync_folder(final.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Let two folders change names in one step, so that each name stands at every moment.
+
+    Args:
+        one: A folder.
+        other: Another one on the same file system.
+
+    Returns:
+        Whether it was done; the system, or the file system, may have no such step.
+    """
+    try:
+        rename = ctypes.CDLL(None).renameat2
+    except (AttributeError, OSError, TypeError):
+        return False
+    return bool(rename(_HERE, os.fsencode(one), _HERE, os.fsencode(other), ctypes.c_uint(_EXCHANGE)) == 0)
+
+
+def standing(folder: Path) -> Path:
+    """Where a checkpoint is read: under its name, or, while it is replaced or after a kill in that, where it made room.
+
+    Args:
+        folder: Its name.
+    """
+    old = folder.with_name(folder.name + OLD)
+    return old if folder.name and not folder.exists() and old.is_dir() else folder
 
 
 def clean(save: Path) -> list[Path]:

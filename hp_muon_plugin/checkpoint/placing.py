@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hp_muon_plugin.checkpoint.detect import TRACKER, is_checkpoint
-from hp_muon_plugin.checkpoint.folders import NO_ROOM, OLD, PARTIAL, publish, sync_folder, write_durably
+from hp_muon_plugin.checkpoint.folders import NO_ROOM, OLD, PARTIAL, publish, standing, sync_folder, write_durably
 from hp_muon_plugin.checkpoint.syncing import sync_file
 from hp_muon_plugin.errors import CheckpointError, ConfigError
 
 _LOCK = ".hp_muon_convert.lock"
+_MARK = ".hp_muon_unfinished"
+"""Lies in a whole checkpoint until the tracker names it, and says which conversion wrote it."""
 _SPARE_BYTES = 64 * 2**20
 
 
@@ -72,45 +74,48 @@ def check(target: Destination, source: Path, nbytes: int, *, force: bool) -> Non
     final, inside = target.final.resolve(), source.resolve()
     if final == inside or inside in final.parents or final in inside.parents:
         raise ConfigError("DST", target.final, "is the source, or lies in it or around it", "name another folder")
-    standing = next(parent for parent in (final, *final.parents) if parent.exists())
-    if not standing.is_dir():
-        raise ConfigError("DST", target.final, f"{standing} is a file", "name a folder")
-    if final.exists() and any(final.iterdir()):
+    nearest = next(parent for parent in (final, *final.parents) if parent.exists())
+    if not nearest.is_dir():
+        raise ConfigError("DST", target.final, f"{nearest} is a file", "name a folder")
+    there = standing(final)
+    if there.exists() and any(there.iterdir()):
         if not force:
             fix = "name another folder, or pass --force to replace it"
             raise ConfigError("DST", target.final, "is there already", fix)
-        if not is_checkpoint(final):
+        if not is_checkpoint(there):
             why = "holds something that is no checkpoint, which --force does not replace"
             raise ConfigError("DST", target.final, why, "name another folder, or empty this one yourself")
-    for folder in {standing if standing != final else final.parent, target.root or standing}:
+    for folder in {nearest if nearest != final else final.parent, target.root or nearest}:
         if folder.exists() and not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
             raise ConfigError("DST", target.final, f"{folder} cannot be written to", "name a folder that can")
-    free, needed = shutil.disk_usage(standing).free, nbytes + _SPARE_BYTES
+    free, needed = shutil.disk_usage(nearest).free, nbytes + _SPARE_BYTES
     if free < needed:
         raise CheckpointError(
-            f"{standing} has {free / 2**30:.2f} GiB free, the checkpoint needs {needed / 2**30:.2f} GiB\n"
+            f"{nearest} has {free / 2**30:.2f} GiB free, the checkpoint needs {needed / 2**30:.2f} GiB\n"
             "  fix: free some, or name a folder on another disk"
         )
 
 
 @contextmanager
-def placed(target: Destination, note: Callable[[str], None] = lambda text: None) -> Iterator[Path]:
+def placed(target: Destination, note: Callable[[str], None] = lambda text: None, what: str = "") -> Iterator[Path]:
     """Give an empty folder to write; when the block ends without an error it becomes the checkpoint.
 
     Args:
         target: The destination.
         note: Told what was cleaned up.
+        what: Tells this conversion from others, for :func:`finish`.
 
     Raises:
         CheckpointError: If another conversion writes there, or the disk is full.
     """
     folder = target.final.parent
-    with _made(folder), _locked(folder / (_LOCK if target.root else f".{target.final.name}{_LOCK}")):
+    with _made(folder), _locked(_lock_of(target)):
         for text in restore(target):
             note(text)
         target.partial.mkdir()
         try:
             yield target.partial
+            (target.partial / _MARK).write_text(what, encoding="utf-8")
             _sync_all(target.partial)
             publish(target.partial, target.final)
         except OSError as error:
@@ -124,8 +129,42 @@ def placed(target: Destination, note: Callable[[str], None] = lambda text: None)
         except BaseException:
             shutil.rmtree(target.partial, ignore_errors=True)
             raise
-        if target.root is not None:
-            write_durably(target.root / TRACKER, str(target.iteration))
+        _name(target)
+
+
+def finish(target: Destination, what: str) -> bool:
+    """Finish a conversion that was killed when its checkpoint was whole, before the tracker named it.
+
+    Args:
+        target: The destination.
+        what: Tells the conversion from others.
+
+    Returns:
+        Whether there was one, and the same.
+
+    Raises:
+        CheckpointError: If another conversion writes there.
+    """
+    mark = target.final / _MARK
+    if not mark.is_file():
+        return False
+    with _locked(_lock_of(target)):
+        if not mark.is_file() or mark.read_text(encoding="utf-8", errors="replace") != what:
+            return False
+        restore(target)
+        _name(target)
+    return True
+
+
+def _name(target: Destination) -> None:
+    if target.root is not None:
+        write_durably(target.root / TRACKER, str(target.iteration))
+    (target.final / _MARK).unlink()
+    sync_folder(target.final)
+
+
+def _lock_of(target: Destination) -> Path:
+    return target.final.parent / (_LOCK if target.root else f".{target.final.name}{_LOCK}")
 
 
 @contextmanager
@@ -170,20 +209,35 @@ def restore(target: Destination) -> list[str]:
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Hold a lock that the system drops when the process dies."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    handle = _opened(path)
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise CheckpointError(
-                f"another conversion is writing to {path.parent}\n  fix: wait for it, or name another folder"
-            ) from error
+        while not _is_locked(handle, path):
+            os.close(handle)
+            handle = _opened(path)
         try:
             yield
         finally:
             path.unlink(missing_ok=True)
     finally:
         os.close(handle)
+
+
+def _opened(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+
+def _is_locked(handle: int, path: Path) -> bool:
+    """Whether the file that was locked is the one under the name: its last holder may have removed it since."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        raise CheckpointError(
+            f"another conversion is writing to {path.parent}\n  fix: wait for it, or name another folder"
+        ) from error
+    try:
+        return os.path.samestat(os.fstat(handle), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _sync_all(folder: Path) -> None:

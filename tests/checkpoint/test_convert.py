@@ -129,17 +129,6 @@ def test_killed_replacement_leaves_the_old_checkpoint(big: Path, tmp_path: Path)
     assert not differences(small, open_checkpoint(dst))
 
 
-def test_a_kill_between_the_renames_is_undone(tmp_path: Path) -> None:
-    """The old checkpoint has made room, the new one has not got the name yet."""
-    place = placing.destination(tmp_path, 7, is_tracked=True)
-    place.old.mkdir()
-    (place.old / "mark").touch()
-    place.partial.mkdir()
-    placing.restore(place)
-    assert names(tmp_path.iterdir()) == ["iter_0000007"]
-    assert (place.final / "mark").exists()
-
-
 def test_a_full_disk_is_said_and_leaves_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     source = tmp_path / "source"
     source.mkdir()
