@@ -54,16 +54,18 @@ def read_header(files: Files, file: str) -> dict[str, Lazy]:
             for name, entry in header.items()
             if name != "__metadata__"
         }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamageError(
             f"{where} is damaged or no safetensors file: {error}\n  fix: copy or download the file again"
         ) from error
 
 
 def _tensor(files: Files, file: str, name: str, entry: Mapping[str, Any], first: int, size: int) -> Lazy:
-    dtype, shape = _DTYPES[entry["dtype"]], tuple(int(length) for length in entry["shape"])
+    dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
     begin, end = entry["data_offsets"]
-    if end - begin != prod(shape) * dtype.itemsize or begin < 0 or first + end > size:
+    if not all(type(value) is int and value >= 0 for value in (*shape, begin, end)):
+        raise ValueError(f"{name} of shape {shape} at bytes {begin} to {end}: these are no sizes")
+    if end - begin != prod(shape) * dtype.itemsize or first + end > size:
         raise ValueError(f"{name} of shape {shape} at bytes {begin} to {end} does not fit the file")
     row = prod(shape[1:]) * dtype.itemsize
 

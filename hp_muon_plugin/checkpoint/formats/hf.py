@@ -43,6 +43,10 @@ _ARGS = {
 }
 
 
+_NUMBERS = ("rms_norm_eps", "rope_theta")
+_POSITIVE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
+
+
 def open_hf(path: Path) -> LazySource:
     """Open a model folder with ``config.json`` and one or several safetensors files.
 
@@ -60,6 +64,7 @@ def open_hf(path: Path) -> LazySource:
             f"{path / CONFIG} names the model type {config.get('model_type')!r}, whose names are not known; known are "
             f"{', '.join(FAMILIES)}"
         )
+    _check(path / CONFIG, config, family)
     stored = _stored(files, path)
     tensors = _canonical(path, stored, family, config)
     return LazySource(NAME, path, tensors, lambda: _state(config, family, tensors), files)
@@ -68,11 +73,38 @@ def open_hf(path: Path) -> LazySource:
 def _json(files: Files, name: str) -> dict[str, Any]:
     try:
         found = json.loads(files.read(name, 0, files.size(name)))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DamageError(f"{files.folder / name} is damaged: {error}") from error
     if not isinstance(found, dict):
         raise DamageError(f"{files.folder / name} holds no object")
     return found
+
+
+def _check(file: Path, config: dict[str, Any], family: Family) -> None:
+    """Refuse a configuration whose fields are missing or no such values."""
+
+    def refuse(field: str, why: str) -> None:
+        raise DamageError(f"{file}: {field} {why}\n  fix: copy or download the file again, or correct it")
+
+    needed = {"num_hidden_layers"} if family.latent else {"num_hidden_layers", "num_attention_heads"}
+    if not family.latent and config.get("head_dim") is None:
+        needed.add("hidden_size")
+    for field in sorted(needed):
+        if config.get(field) is None:
+            refuse(field, "is not there")
+    for field in _ARGS:
+        value, is_number = config.get(field), field in _NUMBERS
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float if is_number else int):
+            refuse(field, f"is {value!r:.50}, not {'a' if is_number else 'a whole'} number")
+        elif value < 0 or (value == 0 and field in _POSITIVE):
+            refuse(field, f"is {value}, which is too small")
+    if not isinstance(config.get("tie_word_embeddings") or False, bool):
+        refuse("tie_word_embeddings", f"is {config['tie_word_embeddings']!r:.50}, neither true nor false")
+    heads, groups = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    if not family.latent and heads and groups and heads % groups:
+        refuse("num_key_value_heads", f"is {groups}, which does not divide num_attention_heads, {heads}")
 
 
 def _stored(files: Files, path: Path) -> dict[str, Lazy]:
@@ -84,6 +116,9 @@ def _stored(files: Files, path: Path) -> dict[str, Lazy]:
     place = _json(files, INDEX).get("weight_map")
     if not isinstance(place, dict):
         raise DamageError(f"{path / INDEX} has no weight_map")
+    for name, file in place.items():
+        if not isinstance(file, str):
+            raise DamageError(f"{path / INDEX}: weight_map names {file!r:.50} for {name}, not a file")
     headers: dict[str, dict[str, Lazy]] = {}
     for file in sorted(set(place.values())):
         safe_join(path, file)
@@ -118,6 +153,13 @@ def _canonical(path: Path, stored: dict[str, Lazy], family: Family, config: dict
         if missing:
             raise DamageError(f"{path}: {missing[0]} is in no file, but {parts_of.names[0]} may be")
         parts = [stored[part] for part in parts_of.names]
+        for part, value in zip(parts_of.names, parts, strict=True):
+            like = parts[0]
+            if len(parts) > 1 and (not value.shape or (value.shape[1:], value.dtype) != (like.shape[1:], like.dtype)):
+                raise DamageError(
+                    f"{path}: {part} is {value.dtype} of shape {tuple(value.shape)}, which does not fit "
+                    f"{parts_of.names[0]}, {like.dtype} of shape {tuple(like.shape)}"
+                )
         value = join(parts, heads_of(config), name) if parts_of.how == "qkv" else lazy.rows_of(parts)
         found[Key(name, Kind.buffer if names.is_buffer(name) else Kind.weight)] = value
     return found
