@@ -14,7 +14,9 @@ from hp_muon_plugin.checkpoint.convert import plan
 from hp_muon_plugin.checkpoint.formats import open_checkpoint
 from hp_muon_plugin.cli import ckpt
 from hp_muon_plugin.errors import ConfigError
+from tests.checkpoint.fixtures import MadeUp
 from tests.checkpoint.others import fixture, written
+from tests.checkpoint.test_hf import latent_model
 
 SCRIPT = Path(__file__).parents[2] / "tools" / "convert_ckpt_v2.py"
 
@@ -45,14 +47,153 @@ def test_hugging_face_to_megatron_as_one_is_used_to(tmp_path: Path) -> None:
     assert found.state().args["expert_model_parallel_size"] == 2
 
 
-def test_flags_that_we_cannot_honour_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    base = ["--load-model-type", "hf", "--save-model-type", "mg", "--load-dir", "a", "--save-dir", "b"]
-    for flags, message in ((["--num-layer-list", "1,2"], "--num-layer-list: hp-muon ckpt convert has --option"),):
-        with pytest.raises(SystemExit) as caught:
-            script().translated([*base, *flags])
-        assert caught.value.code == 2
-        assert message in capsys.readouterr().err
-    assert script().translated(base)[:6] == ["ckpt", "convert", "a", "b", "--to", "torch"]
+BASE = ["--load-dir", "a", "--save-dir", "b"]
+TO = ["ckpt", "convert", "a", "b", "--to"]
+
+
+def test_defaults_are_upstreams() -> None:
+    """From Hugging Face to Megatron's local modules, experts one by one, all sizes 1."""
+    made = script().translated(BASE)
+    assert made[:6] == [*TO, "torch"]
+    assert made[6:12] == ["--tp", "1", "--pp", "1", "--ep", "1"]
+    assert made[12:] == ["--option", "spec=local", "--option", "experts=separate", "--drop"]
+
+
+MAPPED = {
+    "--load-model-type": (["mg"], None),
+    "--save-model-type": (["hf"], "hf"),
+    "--load-dir": (["other"], "other"),
+    "--save-dir": (["other"], "other"),
+    "--model-type-hf": (["qwen3-moe"], None),
+    "--target-tensor-parallel-size": (["2"], "--tp 2"),
+    "--target-pipeline-parallel-size": (["2"], "--pp 2"),
+    "--target-expert-parallel-size": (["2"], "--ep 2"),
+    "--expert-tensor-parallel-size": (["1"], "expert_tensor_parallel_size=1"),
+    "--pipeline-model-parallel-layout": (["Et|tL"], "pipeline_model_parallel_layout=Et|tL"),
+    "--moe-grouped-gemm": ([], "experts=grouped"),
+    "--transformer-impl": (["transformer_engine"], "spec=te"),
+    "--save-layer-by-layer": ([], None),
+    "--hf-cfg-dir": (["a"], None),
+}
+"""Flags of section 5 of the notes on Ascend by what they become; None where nothing is left to say."""
+OF_THE_SOURCE = (
+    *("--num-layers-per-virtual-pipeline-stage", "--num-layer-list"),
+    *("--mtp-num-layers", "--first-k-dense-replace", "--num-layers"),
+)
+"""Flags whose meaning the checkpoint has a part in."""
+REFUSED = {
+    "--noop-layers": ["47,48"],
+    "--moe-tp-extend-ep": [],
+    "--mla-mm-split": [],
+    "--schedules-method": ["dualpipev"],
+    "--lora-load": ["c"],
+    "--lora-r": ["8"],
+    "--lora-alpha": ["16"],
+    "--lora-target-modules": ["linear_qkv", "linear_proj"],
+    "--save-lora-to-hf": [],
+}
+
+
+@pytest.mark.parametrize("flag", MAPPED)
+def test_flags_of_upstream_are_heeded(flag: str) -> None:
+    values, expected = MAPPED[flag]
+    made = script().translated([*BASE, flag, *values])
+    if expected is not None:
+        assert expected in " ".join(made)
+        assert expected not in " ".join(script().translated(BASE))
+
+
+@pytest.mark.parametrize("flag", REFUSED)
+def test_flags_that_we_cannot_honour_are_refused(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ten of upstream's flags were "unrecognized arguments"."""
+    with pytest.raises(SystemExit) as caught:
+        script().translated([*BASE, flag, *REFUSED[flag]])
+    assert caught.value.code == 2
+    told = capsys.readouterr().err
+    assert f"error: {flag}: " in told
+    assert told.endswith("; leave it out\n")
+
+
+def test_every_flag_of_upstream_is_known_here() -> None:
+    known = {option for action in script().parser()._actions for option in action.option_strings}
+    assert known >= {*MAPPED, *OF_THE_SOURCE, *REFUSED}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Four layers, the first one dense, from Hugging Face."""
+    folder = tmp_path_factory.mktemp("model")
+    source = latent_model()
+    shapes = {key: info for key, info in source.tensors().items() if ".layers.1." in key.name}
+    infos = dict(source.tensors())
+    for layer in (2, 3):
+        infos |= {
+            Key(key.name.replace(".layers.1.", f".layers.{layer}."), key.kind): info for key, info in shapes.items()
+        }
+    written(MadeUp(infos, source.state()), "hf", folder / "hf").close()
+    return ["--load-dir", str(folder / "hf"), "--save-dir", str(folder / "mg")]
+
+
+@pytest.mark.parametrize(("flag", "right"), [("mtp-num-layers", 1), ("first-k-dense-replace", 1), ("num-layers", 4)])
+def test_flags_that_say_what_the_checkpoint_says_must_say_the_same(
+    flag: str, right: int, model: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert script().translated([*model, f"--{flag}", str(right)]) == script().translated(model)
+    with pytest.raises(SystemExit):
+        script().translated([*model, f"--{flag}", str(right + 1)])
+    told = capsys.readouterr().err
+    assert f"--{flag} {right + 1}: {model[1]} has {right}, all of which are converted; leave it out" in told
+    for kind in ("hf", "mg"):
+        with pytest.raises(SystemExit):
+            script().translated([*model, "--load-model-type", kind, "--hf-cfg-dir", "elsewhere"])
+        assert "--hf-cfg-dir elsewhere: config.json is" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "stages"),
+    [
+        (["--num-layers-per-virtual-pipeline-stage", "1"], [[1, 1], [1, 1]]),
+        (["--num-layer-list", "1,3"], [[1], [3]]),
+        (["--pipeline-model-parallel-layout", "Ettt|tmL"], [[3], [1]]),
+    ],
+)
+def test_stages_share_the_layers_as_asked(
+    flags: list[str], stages: list[list[int]], model: list[str], tmp_path: Path
+) -> None:
+    """Virtual stages and lists of layers were refused, which the converter can write."""
+    out = tmp_path / "mg"
+    two = [*model[:2], "--save-dir", str(out), "--target-pipeline-parallel-size", "2", *flags]
+    assert ckpt.run(script().translated(two)[1:]) == 0
+    source, found = open_checkpoint(Path(model[1])), open_checkpoint(out)
+    assert set(found.tensors()) == set(source.tensors())
+    for key in source.tensors():
+        assert torch.equal(found.read(key), source.read(key)), key
+    for rank, chunks in enumerate(stages):
+        saved = torch.load(next(out.glob(f"iter_*/mp_rank_00_{rank:03d}/*rng.pt")), weights_only=False)
+        models = [saved["model"]] if len(chunks) == 1 else [saved[f"model{index}"] for index in range(len(chunks))]
+        held = [{name.split(".")[2] for name in each if name.startswith("decoder.layers.")} for each in models]
+        assert [len(layers) for layers in held] == chunks
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--num-layer-list", "2,3"], "2 numbers, one for each stage, that make 4 layers in all"),
+        (["--num-layer-list", "4"], "2 numbers, one for each stage, that make 4 layers in all"),
+        (["--num-layer-list", "2,x"], "is no list of numbers, as 4,4,3"),
+        (["--num-layers-per-virtual-pipeline-stage", "2"], "4 layers on 2 stages are not several virtual stages"),
+        (["--num-layers-per-virtual-pipeline-stage", "0"], "4 layers on 2 stages are not several virtual stages"),
+        (["--num-layer-list", "2,2", "--num-layers-per-virtual-pipeline-stage", "1"], "leave one out"),
+        (["--num-layer-list", "4", "--target-pipeline-parallel-size", "1"], "choose 2 or more, or leave it out"),
+        (["--num-layer-list", "2,2", "--pipeline-model-parallel-layout", "E|L"], "not allowed with argument"),
+    ],
+)
+def test_stages_that_cannot_be_are_refused(
+    flags: list[str], message: str, model: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        script().translated([*model, "--target-pipeline-parallel-size", "2", *flags])
+    assert message in capsys.readouterr().err
 
 
 def test_a_source_of_the_other_kind_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
