@@ -64,12 +64,13 @@ def verified(source: Source, progress: Progress) -> tuple[list[str], list[str]]:
 
 
 def _written(source: Source) -> dict[str, str]:
-    """Hashes that a conversion left, of tensors that it wrote as they were."""
+    """Hashes that a conversion left, of all tensors that it wrote."""
     try:
         report: Any = json.loads((source.path / REPORT).read_text(encoding="utf-8"))
         hashes, changed = dict(report["xxh3_128"]), set(report["changed"])
+        written = dict(report.get("xxh3_128_of_changed", {}))  # which reports of before 2026-12 have not
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DamageError(f"{source.path / REPORT} is damaged: {error}") from error
-    return {name: digest for name, digest in hashes.items() if name not in changed}
+    return {name: digest for name, digest in hashes.items() if name not in changed} | written

@@ -179,6 +179,7 @@ def _finished(folder: Path) -> Report:
         tensors=body["xxh3_128"],
         dropped=body["dropped"],
         changed=body["changed"],
+        written=body["xxh3_128_of_changed"],
         nbytes=body["bytes"],
         seconds=body["seconds"],
         folder=folder,
@@ -234,4 +235,5 @@ def _body(found: Plan, report: Report) -> dict[str, Any]:
         if state.random and not any("random" in line for line in found.losses)
         else "not copied",
         "xxh3_128": report.tensors,
+        "xxh3_128_of_changed": report.written,
     }

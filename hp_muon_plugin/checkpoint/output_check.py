@@ -22,7 +22,7 @@ class Report:
         tensors: XXH3-128 of each canonical tensor of the source by name.
         dropped: Tensors of the source that the output has not.
         changed: Tensors that the output holds in another form, with how.
-        zeros: Tensors of the source that hold only zeros.
+        written: XXH3-128, in the output, of those.
         nbytes: Bytes of the source's tensors.
         seconds: Time it took.
         folder: Folder of the output.
@@ -32,6 +32,7 @@ class Report:
     tensors: dict[str, str] = field(default_factory=dict)
     dropped: list[str] = field(default_factory=list)
     changed: dict[str, str] = field(default_factory=dict)
+    written: dict[str, str] = field(default_factory=dict)
     nbytes: int = 0
     seconds: float = 0.0
     folder: Path = Path()
@@ -59,6 +60,7 @@ def compare_output(source: HashingSource, output: HashingSource, report: Report,
         if outputs[key] == info and output.digest(key) == report.tensors[str(key)]:
             continue
         report.changed[str(key)] = _changed(source, output, key)
+        report.written[str(key)] = output.digest(key)
     extra = [key for key in outputs if key not in infos and key.kind not in (Kind.main, Kind.weight)]
     if extra:
         raise VerifyError(f"the output holds {extra[0]}, which the source has not")
