@@ -157,10 +157,16 @@ def finish(target: Destination, what: str) -> bool:
 
 
 def _name(target: Destination) -> None:
-    if target.root is not None:
-        write_durably(target.root / TRACKER, str(target.iteration))
-    (target.final / _MARK).unlink()
-    sync_folder(target.final)
+    try:
+        if target.root is not None:
+            write_durably(target.root / TRACKER, str(target.iteration))
+        (target.final / _MARK).unlink()
+        sync_folder(target.final)
+    except OSError as error:
+        raise CheckpointError(
+            f"{target.final} is whole, but not named in {TRACKER}: {error.strerror}\n"
+            "  fix: see to that, and give the same command again, which finishes it"
+        ) from error
 
 
 def _lock_of(target: Destination) -> Path:
