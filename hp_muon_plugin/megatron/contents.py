@@ -97,6 +97,9 @@ def part_of(held: Held, kind: str, tensor: torch.Tensor) -> Part:
 def buffer_parts(chunks: Sequence[torch.nn.Module]) -> list[tuple[Part, bool]]:
     """Persistent buffers, and whether this rank writes them.
 
+    Megatron's Float16Module rounds a router's ``expert_bias`` with the weights, and its first forward pass makes it
+    float32 again; before that one, a value that is read into it would lose bits.
+
     Args:
         chunks: Model chunks of this rank.
 
@@ -104,6 +107,10 @@ def buffer_parts(chunks: Sequence[torch.nn.Module]) -> list[tuple[Part, bool]]:
         Parts that are the live buffers.
     """
     groups, found = megatron_groups(), []
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        router: Any = module
+        if hasattr(router, "_maintain_float32_expert_bias"):
+            router._maintain_float32_expert_bias()
     for name, buffer in chunk_buffers(chunks, groups).items():
         dp, tp = (groups.expert_dp, groups.etp) if ".experts." in name else (groups.dp, groups.tp)
         is_written = dp.index == 0 and tp.index == 0

@@ -231,6 +231,8 @@ class Checkpoints:
         return progress
 
     def _tell_differences(self, state: RunState, progress: Progress) -> None:
+        if progress.step and state.consumed_samples is None and "progress" not in state.other:
+            logger.warning("the checkpoint does not tell how many samples it has seen: data begins at the first one")
         own = _plain(self._schedule.state_dict())
         changed = [
             f"{name} {state.scheduler[name]} -> {own[name]}"

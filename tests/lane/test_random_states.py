@@ -15,7 +15,7 @@ from hp_muon_plugin.config.trainer import Topology
 from hp_muon_plugin.megatron.random_state import take_random_state
 from hp_muon_plugin.train.setup import Launch, seed_everything
 from lane.harness import moe, start, train_config
-from lane.upstream_runs import draws, set_random
+from lane.upstream_random import draws, set_random
 from tests.checkpoint.fixtures import MadeUp
 from tests.checkpoint.others import written
 

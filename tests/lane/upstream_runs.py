@@ -5,12 +5,10 @@ Nothing of the plugin takes part: megatron-core builds, loads and trains. Where 
 """
 
 import hashlib
-import random
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -22,6 +20,7 @@ from hp_muon_plugin.train import setup
 from hp_muon_plugin.train.setup import Launch
 from lane.fused_adam import FusedAdam, use_fused_adam
 from lane.upstream_model import SEQ, VOCAB, model_of, optimizer_of, schedule_of, wrapped_of
+from lane.upstream_random import draws, set_random
 
 STEPS = 2
 MICRO_BATCH = 2
@@ -104,15 +103,18 @@ class Run:
         self.optimizer = optimizer_of(body, self.model, clip)
         if body["layer_wise"] and not body.get("lw_layout"):  # its own, without the uneven lists that gloo refuses
             self.optimizer.allgather_params = self.optimizer.broadcast_params
-        self.schedule = schedule_of(body, self.optimizer)
+        self.schedule, self.increment = schedule_of(body, self.optimizer), MICRO_BATCH * dist.get_world_size()
 
     def outcome(self, load: Load) -> Outcome:
         """Load, and train on."""
         self.load(load)
-        drawn = draws() if load.random else {}
+        return self.trained(draws() if load.random else {})
+
+    def trained(self, drawn: dict[str, list[float]] | None = None) -> Outcome:
+        """Train on from what is there."""
         weights, state = self.weights(), self.state()
         losses = [self.step(number) for number in range(STEPS)]
-        return Outcome(weights, state, drawn, losses, [self.weights(), self.state()])
+        return Outcome(weights, state, drawn or {}, losses, [self.weights(), self.state()])
 
     def load(self, load: Load) -> None:
         """Load as Megatron's trainer does."""
@@ -124,8 +126,12 @@ class Run:
 
     def weights(self) -> dict[str, str]:
         """Hashes of weights and buffers by canonical name."""
+        return {name: sha256(tensor) for name, tensor in self.held()}
+
+    def held(self) -> list[tuple[str, torch.Tensor]]:
+        """Weights and buffers of this rank with their canonical names."""
         held = {**dict(self.inner.named_parameters()), **dict(self.inner.named_buffers())}
-        return {self._name(name): sha256(tensor) for name, tensor in held.items() if "local_tokens" not in name}
+        return [(self._name(name), tensor) for name, tensor in held.items() if "local_tokens" not in name]
 
     def _name(self, name: str) -> str:
         head, found, tail = name.partition(".local_experts.")
@@ -175,7 +181,7 @@ class Run:
             forward_only=False,
         )
         self.optimizer.step()
-        self.schedule.step(increment=MICRO_BATCH * dist.get_world_size())
+        self.schedule.step(increment=self.increment)
         return float(found["loss"])
 
 
@@ -235,25 +241,6 @@ def _random_shard(run: Run) -> Any:
     if core_version().lane >= (0, 14) and run.body["ep"] > 1:  # 0.16: of every data rank its own
         return ShardedObject("rng_state", [], (1, 1, size), (0, 0, rank), replica_id=0)
     return ShardedObject("rng_state", [], (1, 1), (0, 0), replica_id=rank)
-
-
-def set_random(states: dict[str, Any]) -> None:
-    from megatron.core import tensor_parallel
-
-    random.setstate(states["random_rng_state"])
-    np.random.set_state(states["np_rng_state"])
-    torch.set_rng_state(states["torch_rng_state"])
-    torch.cuda.set_rng_state(states["cuda_rng_state"])
-    assert states["rng_tracker_states"]
-    tensor_parallel.get_cuda_rng_tracker().set_states(states["rng_tracker_states"])
-
-
-def draws() -> dict[str, list[float]]:
-    return {
-        "random": [random.random(), random.random()],
-        "numpy": [float(item) for item in np.random.rand(2)],
-        "torch": torch.rand(2).tolist(),
-    }
 
 
 def _load_by_training(run: Run, load: Load) -> None:
