@@ -130,3 +130,15 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     dcp.save({"weights": {"a": torch.zeros(2)}}, checkpoint_id=tmp_path / "in", no_dist=True)
     with pytest.raises(CheckpointError, match=r"has no key that begins with model\..*weights\.a"):
         open_checkpoint(tmp_path / "in")
+
+
+@pytest.mark.parametrize("to", ["torch_dist", "torch", "torch_dcp", "fsdp_dtensor"])
+def test_groups_for_megatron_have_the_limits_of_the_schedule(to: str, tmp_path: Path) -> None:
+    """A group's own ``max_lr`` goes before the arguments' there: the rate of the last step would be the highest."""
+    source = open_checkpoint(fixture(STACKED, tmp_path) / "ckpt")
+    schedule = source.state().scheduler
+    assert "max_lr" not in source.state().hyper["decoder.final_layernorm.weight"]
+    again = written(source, to, tmp_path / "out").state()
+    for name, values in again.hyper.items():
+        assert (values["max_lr"], values["min_lr"]) == (schedule["max_lr"], schedule["min_lr"]), name
+        assert (values["lr_mult"], values["is_decoupled_lr"]) == (1.0, False)

@@ -28,9 +28,11 @@ def unequal(folder: Path, forms: list[str]) -> list[str]:
 
 
 def converted(source: Path, target: Path, mesh: Mesh, to: str, sharding: str | None) -> None:
-    """Convert for the same mesh; nothing but random states may be lost."""
+    """Convert for a mesh; nothing but random states may be lost."""
     sizes = mesh.sizes
-    wanted = Target(sizes.tp, sizes.pp, sizes.ep, sharding=sharding)
+    of_ranks = sharding in ("distributed", "dp_reshardable")
+    inside = {"expert_tensor_parallel_size": str(sizes.etp)} if of_ranks and sizes.etp != sizes.tp else {}
+    wanted = Target(sizes.tp, sizes.pp, sizes.ep, sharding=sharding, options=inside)
     found = convert.plan(open_checkpoint(source), to, wanted)
     assert all("random state" in line for line in found.losses), found.losses
     convert.convert(found, target, drop=True)

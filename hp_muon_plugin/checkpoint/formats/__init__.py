@@ -19,6 +19,7 @@ _MOMENTUM = {"momentum": ("sum", "average"), "momentum_is": ("sum", "average")}
 _PREDICTION = {PREDICTION: PREDICTIONS}
 _STEP = {OPTION: tuple(StepPlace)}
 _SPELLING = {"spec": ("local", "te"), "experts": ("separate", "grouped"), **_PREDICTION}
+_HEADS = {"num_attention_heads": _NUMBER}
 _PADDING = {"make_vocab_size_divisible_by": _NUMBER}
 _DIVISION = {
     "expert_tensor_parallel_size": _NUMBER,
@@ -67,6 +68,7 @@ FORMATS = {
                 **{"layers": ("stacked", "separate"), "spec": ("local", "te")},
                 **_PADDING,
                 **_DIVISION,
+                **_HEADS,
                 **_MOMENTUM,
                 **_STEP,
             },
@@ -77,14 +79,22 @@ FORMATS = {
             "legacy:open_legacy",
             "legacy_write:LegacyWriter",
             flags=("tp", "pp", "ep", "sharding"),
-            options={**_SPELLING, **_PADDING, **_DIVISION, "data_parallel_size": _NUMBER, **_MOMENTUM, **_STEP},
+            options={
+                **_SPELLING,
+                **_PADDING,
+                **_DIVISION,
+                "data_parallel_size": _NUMBER,
+                **_HEADS,
+                **_MOMENTUM,
+                **_STEP,
+            },
         ),
         Format(
             "fsdp_dtensor",
             "Megatron-FSDP",
             "megatron_fsdp:open_fsdp_dtensor",
             "megatron_fsdp_write:MegatronFsdpWriter",
-            options={**_SPELLING, **_MOMENTUM, **_STEP},
+            options={**_SPELLING, **_HEADS, **_MOMENTUM, **_STEP},
         ),
         Format(
             "fsdp2",
@@ -99,7 +109,7 @@ FORMATS = {
             "Megatron's own torch FSDP2, by numbers",
             "torch_dcp:open_torch_dcp",
             "torch_dcp_write:TorchDcpWriter",
-            options={**_SPELLING, **_MOMENTUM, **_STEP},
+            options={**_SPELLING, **_HEADS, **_MOMENTUM, **_STEP},
         ),
         Format(
             "hyper_parallel",

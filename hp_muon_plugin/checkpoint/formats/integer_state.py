@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hp_muon_plugin.checkpoint.canonical import Kind
+from hp_muon_plugin.checkpoint.canonical import Kind, RunState
 from hp_muon_plugin.checkpoint.formats.base import groups_of
 from hp_muon_plugin.checkpoint.formats.group_members import Param, is_muon, members
 from hp_muon_plugin.checkpoint.lazy import Lazy
@@ -116,42 +116,54 @@ def _take_group(
 
 
 def split_optimizers(
-    hyper: Mapping[str, dict[str, Any]], order: Sequence[str], expert_parallel: frozenset[str]
+    state: RunState, order: Sequence[str], expert_parallel: frozenset[str]
 ) -> list[list[tuple[dict[str, Any], list[str]]]]:
     """Groups of each optimizer as Megatron would have them: Muon's, then the others'; experts' apart.
 
     Args:
-        hyper: Values of each parameter.
+        state: Has values of each parameter.
         order: Parameters as ``named_parameters()`` has them.
         expert_parallel: Those that are on some ranks only.
 
     Returns:
         Of each optimizer the groups with their members. At least one optimizer.
     """
+    hyper = state.hyper
     parts: list[list[str]] = [[], [], [], []]
     for name in order:
         parts[2 * (not is_muon(hyper.get(name, {}))) + (name in expert_parallel)].append(name)
-    marked = {name: megatron_values(hyper.get(name, {}), name in expert_parallel) for name in order}
+    marked = {name: megatron_values(hyper.get(name, {}), state.scheduler, name in expert_parallel) for name in order}
+    if any(
+        is_muon(values) for values in marked.values()
+    ):  # beside Muon's, Megatron's groups of Adam say whose they are
+        for name in order:
+            if "betas" in marked[name] and "wd_mult" not in hyper[name]:
+                marked[name].setdefault("optimizer", "adam")
     return [groups_of(marked, part) for part in parts if part] or [[]]
 
 
-def megatron_values(values: Mapping[str, Any], expert_parallel: bool) -> dict[str, Any]:
+def megatron_values(values: Mapping[str, Any], scheduler: Mapping[str, Any], expert_parallel: bool) -> dict[str, Any]:
     """Values of a group with all keys by which Megatron matches groups of a checkpoint with its own.
+
+    A group's own limits go before those of Megatron's arguments, and the rate of the last step is none: where the
+    source does not tell them, the schedule's are taken.
 
     Args:
         values: Of the source, which may be torch's alone.
+        scheduler: State of Megatron's schedule; empty if the source has none.
         expert_parallel: Whether the group's parameters are on some ranks only.
     """
     if "wd_mult" in values:
         return {**values, "is_expert_parallel": expert_parallel}
-    rate = values.get("lr", 0.0)
+    limits = {key: scheduler[key] for key in ("max_lr", "min_lr") if key in scheduler}
+    if "initial_lr" in values and "max_lr" not in limits:
+        limits["max_lr"] = values["initial_lr"]
     return {
         "wd_mult": 1.0 if values.get("weight_decay", 0.0) else 0.0,
         "lr_mult": 1.0,
         "is_decoupled_lr": False,
         "default_config": True,
-        "max_lr": values.get("initial_lr", rate),
-        "min_lr": 0.0,
+        **limits,
         **values,
         "is_expert_parallel": expert_parallel,
     }

@@ -28,6 +28,7 @@ from hp_muon_plugin.checkpoint.formats.legacy_forms import LAYER_WISE, NO_STATE,
 from hp_muon_plugin.checkpoint.formats.legacy_plan import Plan, Rank, plan
 from hp_muon_plugin.checkpoint.formats.legacy_rank import MODEL_FILE, OPTIMIZER_FILE
 from hp_muon_plugin.checkpoint.formats.megatron_run import megatron_args
+from hp_muon_plugin.checkpoint.formats.model_args import model_args
 from hp_muon_plugin.checkpoint.formats.random_states import by_place, rank_name
 from hp_muon_plugin.checkpoint.formats.stages import INSIDE, bucket_size_of, expert_tensors_of, sizes_of
 from hp_muon_plugin.checkpoint.lazy import Lazy
@@ -143,7 +144,7 @@ def _groups(made: Plan) -> Groups:
     """Groups of the whole model: Megatron has the same on every rank, some of them empty."""
     params = [name for name in made.order if Kind.buffer not in made.kinds[name]]
     apart = frozenset(name for name in params if made.target.ep > 1 and names.is_expert(name))
-    return split_optimizers(made.source.state().hyper, params, apart)
+    return split_optimizers(made.source.state(), params, apart)
 
 
 def _on_rank(owned: list[str], members: dict[str, str]) -> list[str]:
@@ -205,7 +206,7 @@ def _model_file(made: Plan, rank: Rank, members: list[dict[str, str]], shares: S
     if state.consumed_samples is not None:
         sizes["consumed_train_samples"] = state.consumed_samples
     value: dict[str, Any] = {
-        "args": megatron_args(state.args, NAME, **sizes),
+        "args": megatron_args({**state.args, **model_args(source, target)}, NAME, **sizes),
         "checkpoint_version": 3.0,
         "iteration": state.iteration,
         **({f"model{chunk}": model for chunk, model in enumerate(models)} if len(models) > 1 else {"model": models[0]}),

@@ -18,6 +18,7 @@ from hp_muon_plugin.checkpoint.formats.base import (
     record,
 )
 from hp_muon_plugin.checkpoint.formats.dcp_tree import DcpTree, dcp_tree
+from hp_muon_plugin.checkpoint.formats.integer_state import megatron_values
 from hp_muon_plugin.checkpoint.formats.megatron_fsdp import NAME
 from hp_muon_plugin.checkpoint.formats.megatron_run import put_run_state
 from hp_muon_plugin.checkpoint.formats.random_states import megatron_random, random_losses
@@ -69,9 +70,12 @@ class MegatronFsdpWriter:
             elif name in state.steps:
                 step = lazy.in_memory(torch.tensor(state.steps[name], dtype=torch.float32))
                 _put(tree, ("optimizer", "state"), f"{_STATE_PREFIX}{spell(name)}", ("step",), step, name in gated)
-            for hyper, value in fused_values(state.hyper.get(name, {}), place).items():
+            values = state.hyper.get(name, {})
+            if values and "wd_mult" not in values:  # of a trainer that is not Megatron
+                values = megatron_values(values, state.scheduler, False)
+            for hyper, value in fused_values(values, place).items():
                 tree.value((*group, hyper), value)
-        put_run_state(tree, state, NAME)
+        put_run_state(tree, source, target, NAME)
         for (pipeline, tensor), values in megatron_random(state, [(0, 0)]).items():
             tree.nested(("rng_state", f"({pipeline}, {tensor})", 0), values)
         tree.value((RECORD,), record(source, momentum_of(source, target, Momentum.average), place))

@@ -4,10 +4,11 @@ import argparse
 from collections.abc import Iterable
 from typing import Any
 
-from hp_muon_plugin.checkpoint.canonical import Key, Kind, Momentum, RunState
+from hp_muon_plugin.checkpoint.canonical import Key, Kind, Momentum, RunState, Source, Target
 from hp_muon_plugin.checkpoint.dcp_files import DcpFolder
 from hp_muon_plugin.checkpoint.formats.base import model_facts, recorded_state, take_args
 from hp_muon_plugin.checkpoint.formats.dcp_tree import DcpTree
+from hp_muon_plugin.checkpoint.formats.model_args import model_args
 from hp_muon_plugin.checkpoint.formats.spelling import facts_of
 from hp_muon_plugin.checkpoint.run_values import namespace, plain
 
@@ -26,15 +27,17 @@ def megatron_args(args: dict[str, Any], ckpt_format: str, **sizes: int) -> argpa
     return namespace({**args, "ckpt_format": ckpt_format, **sizes})
 
 
-def put_run_state(tree: DcpTree, state: RunState, ckpt_format: str) -> None:
+def put_run_state(tree: DcpTree, source: Source, target: Target, ckpt_format: str) -> None:
     """Write arguments, iteration, operations and scheduler.
 
     Args:
         tree: What is written.
-        state: Of the source.
+        source: What is written.
+        target: Its options.
         ckpt_format: Format that the arguments name.
     """
-    tree.value(("args",), megatron_args(state.args, ckpt_format))
+    state = source.state()
+    tree.value(("args",), megatron_args({**state.args, **model_args(source, target)}, ckpt_format))
     tree.value(("iteration",), state.iteration)
     tree.value(("checkpoint_version",), 3.0)
     tree.value((_FLOPS,), state.flops or 0)

@@ -59,11 +59,11 @@ class TorchDcpWriter:
         for module in extra_states({spell(name): [name] for name in order}):
             tree.value(("model", module), None)
         params = [name for name in order if Kind.buffer not in kinds[name]]
-        optimizers = split_optimizers(state.hyper, params, frozenset()) if state.hyper else []
+        optimizers = split_optimizers(state, params, frozenset()) if state.hyper else []
         for index, groups in enumerate(optimizers):
             root = ("optimizer", index) if len(optimizers) > 1 else ("optimizer",)
             _put_optimizer(tree, source, target, root, groups, kinds)
-        put_run_state(tree, state, NAME)
+        put_run_state(tree, source, target, NAME)
         for values in megatron_random(state, [(0, 0)]).values():
             tree.nested(("rng_state", 0), values)
         members = [[spell(name) for name in owned] for groups in optimizers for _, owned in groups]

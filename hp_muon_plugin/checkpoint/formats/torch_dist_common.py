@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hp_muon_plugin.checkpoint.canonical import Key, Kind, Momentum, RunState, Source, Target
+from hp_muon_plugin.checkpoint.formats.model_args import model_args
 from hp_muon_plugin.checkpoint.formats.random_states import by_place
 from hp_muon_plugin.checkpoint.formats.stages import sizes_of
 from hp_muon_plugin.checkpoint.megatron_groups import grouped
@@ -75,7 +76,10 @@ def groups(member: Member, state: RunState, source: Source, expert_parallel: boo
     """
     infos = source.tensors()
     hyper = {name: _completed(name, state, len(infos[Key(name, Kind.weight)].shape)) for name in member.names}
-    found: list[dict[str, Any]] = []
+    if not (member.is_muon or member.is_ours) and any(key.kind == Kind.momentum for key in infos):
+        for name in (name for name in member.names if "wd_mult" not in state.hyper.get(name, {})):
+            hyper[name].setdefault("optimizer", "adam")  # beside Muon's, Megatron's other groups name Adam
+    found = []
     for values, names in grouped(member.names, hyper, expert_parallel=expert_parallel):
         steps = {state.steps[name] for name in names if name in state.steps}
         found.append(dict(values, step=max(steps)) if steps else dict(values))
@@ -97,10 +101,8 @@ def group_lists(chain: list[Member], source: Source, expert_parallel: bool) -> l
     had = state.model.get("param_groups")
     apart = expert_parallel and any(is_expert(name) for member in chain for name in member.names)
     if isinstance(had, list) and len(had) == len(chain) and bool(state.model.get("experts_apart")) == apart:
-        lists = [[dict(group) for group in items] for items in had]
-    else:
-        lists = [groups(member, state, source, expert_parallel) for member in chain]
-    return lists
+        return [[dict(group) for group in items] for items in had]
+    return [groups(member, state, source, expert_parallel) for member in chain]
 
 
 def uneven_steps(source: Source) -> bool:
@@ -186,7 +188,7 @@ def common_state(
     elif sharding == "layer_wise":
         content["distrib_optim_sharding_type"] = "dp_reshardable"  # what makes the loader put chained_ before keys
     found: dict[str, Any] = {
-        "args": namespace({**state.args, **sizes}),
+        "args": namespace({**state.args, **model_args(source, target), **sizes}),
         "checkpoint_version": 3.0,
         "iteration": state.iteration,
         **({"optimizer": optimizer} if optimizer else {}),
@@ -195,9 +197,8 @@ def common_state(
         "content_metadata": content,
     }
     record: dict[str, Any] = {"version": 1, "momentum": None if momentum is None else str(momentum)}
-    record.update({name: getattr(state, name) for name in _RECORDED})
-    record[FACT] = str(wanted_place(source, target))
-    found[RECORD] = record
+    record |= {name: getattr(state, name) for name in _RECORDED}
+    found[RECORD] = record | {FACT: str(wanted_place(source, target))}
     return found
 
 
