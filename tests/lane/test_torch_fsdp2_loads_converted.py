@@ -22,10 +22,10 @@ from lane.upstream_runs import STEPS, sha256
 from tests.checkpoint.others import SHARED
 
 pytestmark = pytest.mark.once
-NAMES = ["mcore016/moe_ep2_dp2_dpr"]
+NAMES, ROUTES = ["mcore016/moe_ep2_dp2_dpr"], [["torch_dist"]]
 if SHARED.is_dir() and os.environ.get("HP_MUON_ALL_PAIRS"):
+    ROUTES += [["hp"]]
     NAMES += ["torch_fsdp2/dense_nested_ws2", "torch_fsdp2/moe_nested_ws2", "torch_fsdp2/tied_nested_ws2"]
-ROUTES = [["hp"], ["torch_dist"]]
 
 
 def _trained(

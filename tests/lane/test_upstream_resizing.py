@@ -30,7 +30,8 @@ def _mesh(text: str) -> Mesh:
 
 
 PAIRS = {"pp2-ep1-tp1 to pp1-ep2-tp2": (_mesh("pp moe"), 2, _mesh("tp sp ep"), 2)}
-if os.environ.get("HP_MUON_ALL_PAIRS"):
+ALL = bool(os.environ.get("HP_MUON_ALL_PAIRS"))
+if ALL:
     PAIRS |= {
         "pp2-ep2 to tp2-ep4": (_mesh("pp ep"), 4, _mesh("tp sp ep4"), 4),
         "ep2 to ep1": (_mesh("ep"), 2, _mesh("moe"), 2),
@@ -49,16 +50,17 @@ if os.environ.get("HP_MUON_ALL_PAIRS"):
 def _forms() -> list[str]:
     """Forms that the installed version loads, of those that we write."""
     try:
-        return ["legacy"] if core_version().lane < (0, 14) else ["legacy", "dp_reshardable", "fully_reshardable"]
+        is_old = core_version().lane < (0, 14)
     except HookError:
         return []
+    return ["legacy"] if is_old else ["legacy", "dp_reshardable", "fully_reshardable"] if ALL else ["dp_reshardable"]
 
 
 def _saved(launch: Launch, mesh: Mesh, folder: Path) -> list[float]:
     """Train and save; losses of the steps after that."""
     run = Parallel(launch, mesh)
     run.train(BEFORE)
-    run.save(folder, _forms()[-1] if _forms()[1:] else "legacy")
+    run.save(folder, _forms()[-1])
     return run.train(AFTER, BEFORE)
 
 
