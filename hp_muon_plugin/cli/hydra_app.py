@@ -1,11 +1,14 @@
 """Running one of our commands as a Hydra application, with our error messages and exit codes."""
 
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from importlib import metadata
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 import hydra
 from hydra.errors import HydraException
@@ -76,8 +79,9 @@ class _Job:
             raise_if_interrupted()  # it may be what a library made of the interruption
             if not isinstance(error, HpMuonError):
                 raise _Through(error) from error
-            complain(str(error))
-            self.codes.append(USAGE_EXIT if is_mistake(error) else FAILURE_EXIT)
+            code = USAGE_EXIT if is_mistake(error) else FAILURE_EXIT
+            complain(str(error), code)
+            self.codes.append(code)
         if self.codes[-1] == INTERRUPTED_EXIT:
             raise _Through
 
@@ -136,19 +140,29 @@ def flags_first(arguments: list[str]) -> list[str]:
     return [*flags, *overrides]
 
 
-def complain(message: str) -> None:
+def complain(message: str, code: int = USAGE_EXIT) -> None:
     """Print an error that all ranks find alike, once for the job: under torchrun only rank 0 speaks.
 
     The other ranks wait for it. The launcher ends all ranks when the first one fails, and that must not be one that
-    says nothing while rank 0 has not got so far.
+    says nothing while rank 0 has not got so far. A rank that the launcher ends so has failed, too, and exits like one.
 
     Args:
         message: The message.
+        code: What the process exits with because of it.
     """
     if speaks():
         say(message)
-    else:
-        time.sleep(_SILENT_RANK_WAITS_S)
+        return
+
+    def end(number: int, frame: FrameType | None) -> NoReturn:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher may repeat itself
+        sys.exit(code)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, end) if is_main else None
+    time.sleep(_SILENT_RANK_WAITS_S)
+    if is_main:
+        signal.signal(signal.SIGTERM, before)
 
 
 def say(message: str) -> None:

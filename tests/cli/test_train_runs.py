@@ -43,17 +43,47 @@ def test_two_ranks_train_and_write_metrics(tmp_path: Path) -> None:
         assert len(imported) < 50, imported
 
 
-@pytest.mark.slow  # starts two real ranks under torchrun
-def test_torchrun_works_and_one_rank_reports_a_mistake(tmp_path: Path) -> None:
+def _torchrun(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*torchrun, "-m", "hp_muon_plugin.cli.main", "train", *TINY[:-1], "run.steps=2", "run.name=small"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=90, check=False)
+    command = [*torchrun, "-m", "hp_muon_plugin.cli.main", "train", *TINY[:-1], *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=90, check=False)
+
+
+@pytest.mark.slow  # starts two real ranks under torchrun
+def test_torchrun_works(tmp_path: Path) -> None:
+    done = _torchrun(tmp_path, "run.steps=2", "run.name=small")
     assert done.returncode == 0, done.stderr
     assert "step 2/2" in done.stdout
-    wrong = subprocess.run([*command, "topology.tp=3"], capture_output=True, text=True, cwd=tmp_path, check=False)
+
+
+_OWN = ["data=megatron", "data.vocab_size=300"]
+
+
+@pytest.mark.slow  # starts torchrun
+@pytest.mark.parametrize(
+    ("arguments", "message", "fix"),
+    [
+        (["optimizer.momentm=0.3"], "momentm", "did you mean"),
+        ([*_OWN, "data.path=gone"], "there is no file gone.bin", "fix:"),
+        ([*_OWN, "data.path=text"], "text.idx is damaged", "fix: write the dataset again"),
+        (["topology.tp=3"], "topology.tp=3", "fix:"),
+    ],
+    ids=["typo", "missing", "corrupt", "layout"],
+)
+def test_under_torchrun_a_mistake_is_one_message_and_code_2(
+    arguments: list[str], message: str, fix: str, tmp_path: Path
+) -> None:
+    (tmp_path / "text.bin").write_bytes(b"12345678")
+    (tmp_path / "text.idx").write_bytes(b"MMIDIDX\0\0 and then nothing that makes sense, but long enough")
+    wrong = _torchrun(tmp_path, *arguments)
     assert wrong.returncode != 0
-    assert wrong.stderr.count("hp-muon: topology.tp=3") == 1
-    assert "exitcode: 2" in wrong.stderr.replace("exitcode  : 2", "exitcode: 2")
+    assert wrong.stderr.count("hp-muon: ") == 1, wrong.stderr
+    told = wrong.stderr.partition("hp-muon: ")[2]
+    assert message in told
+    assert fix in told
+    codes = re.findall(r"exitcode *: (-?\d+)", wrong.stderr)
+    assert "2" in codes
+    assert set(codes) <= {"2", "-15"}, wrong.stderr  # -15: ended while it still imported, before it had looked
 
 
 @pytest.mark.slow  # waits for some seconds
@@ -70,6 +100,7 @@ def test_a_silent_rank_waits_for_the_one_that_reports(tmp_path: Path) -> None:
     assert silent.poll() is None
     silent.terminate()
     assert silent.communicate(timeout=20)[1] == ""
+    assert silent.returncode == 2  # as the one that has spoken, though it was the launcher that ended it
 
 
 @pytest.mark.slow  # starts two real ranks
