@@ -150,3 +150,45 @@ def _one_group_step(launch: Launch) -> Any:
     model = dense(num_query_groups=1)
     ready = build(launch, train_config(model, Topology(tp=launch.world_size)))
     return whole_weights(train(ready, 5))
+
+
+def _one_weight_per_expert(launch: Launch) -> Any:
+    """Transformer Engine's grouped layer holds ``weight0``, ``weight1``, ...; only running it needs kernels."""
+    from megatron.core.transformer.moe import experts as module
+
+    from hp_muon_plugin.config.choices import Precision
+    from hp_muon_plugin.megatron.groups import megatron_groups
+    from hp_muon_plugin.megatron.specs import chunk_specs
+    from hp_muon_plugin.models.gpt import transformer_config
+
+    config = train_config(moe(), Topology(ep=launch.world_size))
+    start(launch, config)
+    layer = module.TEGroupedMLP.__new__(module.TEGroupedMLP)
+    torch.nn.Module.__init__(layer)
+    layer.config, layer.num_local_experts = transformer_config(config.model, config.topology, Precision.fp32), 2
+    for name, shape in (("linear_fc1", (48, 32)), ("linear_fc2", (32, 24))):
+        linear = torch.nn.Module()
+        for expert in range(2):
+            param = torch.nn.Parameter(torch.randn(shape))
+            param.allreduce = False  # as Transformer Engine marks experts
+            setattr(linear, f"weight{expert}", param)
+        setattr(layer, name, linear)
+    holder = torch.nn.ModuleDict({"mlp": torch.nn.ModuleDict({"experts": layer})})
+    found = {}
+    for param, spec in chunk_specs([holder], HpMuon(), megatron_groups()).items():
+        assert spec.view is not None
+        parts = [part_tensor(param.detach(), spec.view, part).reshape(-1, param.shape[1]) for part in spec.view.parts]
+        whole = torch.cat(parts)
+        matrices = sum(spec.view.part_shape(part)[0] for part in spec.view.parts)
+        found[spec.name] = (spec.role, default_route(spec)[0], matrices, torch.equal(whole, param.detach()))
+    return found
+
+
+def test_grouped_experts_with_a_weight_each_are_named_by_their_place_in_the_model() -> None:
+    """The only grouped form from megatron-core 0.17 on."""
+    for rank, found in enumerate(run_ranks(2, _one_weight_per_expert)):
+        assert found == {
+            f"mlp.experts.linear_fc{layer}.weight{2 * rank + expert}": (role, Algorithm.muon, matrices, True)
+            for layer, role, matrices in ((1, Role.expert_first, 2), (2, Role.expert_second, 1))
+            for expert in range(2)
+        }
