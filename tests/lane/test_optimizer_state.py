@@ -1,6 +1,7 @@
 """Optimizer state: its size, and resuming from it bit for bit."""
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from dist_pool import run_ranks
 
 from hp_muon_plugin.config.choices import Precision
 from hp_muon_plugin.config.trainer import Topology
+from hp_muon_plugin.muon.table import routing_table
 from hp_muon_plugin.train.setup import Launch
 from lane.harness import (
     build,
@@ -30,13 +32,15 @@ def _state_bytes(launch: Launch) -> Any:
     sizes = {name: 0 for name in held}
     for group in inner.param_groups:
         sizes[group["algorithm"]] += sum(param.numel() for param in group["params"])
-    return held, sizes, inner.plan.state_bytes()
+    return held, sizes, inner.plan.state_bytes(), routing_table(inner)
 
 
 def test_muon_keeps_four_bytes_per_weight_and_adamw_eight() -> None:
-    held, sizes, planned = run_ranks(1, _state_bytes)[0]
+    held, sizes, planned, table = run_ranks(1, _state_bytes)[0]
     assert held == {"muon": 4 * sizes["muon"], "adamw": 8 * sizes["adamw"]}
     assert planned == held["muon"]
+    told = dict(re.findall(r"(muon|adamw)=\d+ parameters, ([\d.]+) MiB of state", table.splitlines()[-1]))
+    assert told == {name: f"{count / 2**20:.3f}" for name, count in held.items()}
 
 
 def _resumed(launch: Launch, precision: Precision) -> Any:
