@@ -79,6 +79,7 @@ def _with_a_nan(launch: Launch, train: Train, folder: str) -> Any:
     """The third backward pass leaves a NaN in a gradient."""
     import contextlib
     import io
+    import logging
 
     from hp_muon_plugin.train.loop import Trainer
     from hp_muon_plugin.train.metrics import MetricLog
@@ -97,6 +98,7 @@ def _with_a_nan(launch: Launch, train: Train, folder: str) -> Any:
 
     Trainer._forward_backward = spoilt  # type: ignore[method-assign]
     platform, told = start(launch, train), io.StringIO()
+    logging.getLogger("hp_muon_plugin").addHandler(logging.StreamHandler(told))
     log = MetricLog(train.logger, Path(folder), name="test", run_config={}) if launch.rank == 0 else None
     with contextlib.redirect_stderr(told):
         result = train_here(train, platform, log, Lines(train.run.steps, told))
@@ -110,6 +112,7 @@ def test_a_step_that_is_left_out_is_told_and_logged(tmp_path: Path) -> None:
     for skipped, told in run_ranks(2, _with_a_nan, train, str(tmp_path / "run")):
         assert skipped == 1
         assert [line.split()[1].strip(":/") for line in told.splitlines() if "SKIPPED" in line] == ["3/4"]
+        assert told.count("NaN or infinite gradient in ") == 1
     entries = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [entry["skipped"] for entry in entries if "skipped" in entry] == [0, 0, 1, 0]
 
