@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,11 @@ def test_under_torchrun_a_mistake_is_one_message_and_code_2(
     assert set(codes) <= {"2", "-15"}, wrong.stderr  # -15: ended while it still imported, before it had looked
 
 
+def _hears_sigterm(pid: int) -> bool:
+    caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+    return caught is not None and bool(int(caught[1], 16) >> (signal.SIGTERM - 1) & 1)
+
+
 @pytest.mark.slow  # waits for some seconds
 def test_a_silent_rank_waits_for_the_one_that_reports(tmp_path: Path) -> None:
     """A launcher ends all ranks when the first one fails; that was one that says nothing."""
@@ -98,6 +104,9 @@ def test_a_silent_rank_waits_for_the_one_that_reports(tmp_path: Path) -> None:
     assert speaking.returncode == 2
     assert "hp-muon: topology.tp=3" in speaking.stderr
     assert silent.poll() is None
+    while not _hears_sigterm(silent.pid):  # it may still import
+        assert silent.poll() is None
+        time.sleep(0.05)
     silent.terminate()
     assert silent.communicate(timeout=20)[1] == ""
     assert silent.returncode == 2  # as the one that has spoken, though it was the launcher that ended it
