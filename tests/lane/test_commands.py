@@ -4,11 +4,16 @@ import json
 from importlib import metadata
 from pathlib import Path
 
+import pytest
 from cli.commands import TINY, hp_muon
+
+from hp_muon_plugin.megatron.versions import core_version
 
 
 def test_a_short_run_and_the_doctor(tmp_path: Path) -> None:
     version = metadata.version("megatron-core")
+    if core_version().lane == (0, 16):
+        pytest.skip("tests/cli has many runs of the main environment")
     done = hp_muon("train", *TINY, "topology.ep=2", "run.steps=3", "run.name=small", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     entries = [json.loads(line) for line in (tmp_path / "outputs" / "small" / "metrics.jsonl").read_text().splitlines()]

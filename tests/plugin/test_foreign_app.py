@@ -129,13 +129,14 @@ def test_the_wheel_installs_two_packages_and_all_configs(wheel: Path) -> None:
     assert "hydra_plugins/__init__.py" not in names
 
 
-def test_instantiate_builds_a_working_optimizer(tmp_path: Path) -> None:
-    """What a host does with the composed config: hydra.utils.instantiate, then train."""
-    code = """
-        import hydra, torch
-        from hydra import compose, initialize_config_module
-        with initialize_config_module("hp_muon_plugin.conf", version_base="1.3"):
-            cfg = compose("hp_muon_train", ["optimizer=hp_muon", "optimizer.lr=0.02"])
+TRAINS = """
+    import os, sys
+    import hydra
+
+    @hydra.main(config_path="conf", config_name="config", version_base=None)
+    def main(cfg):
+        sys.path.append(os.environ["TORCH_IS_AT"])  # last: all else is of this environment
+        import torch
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Embedding(20, 16), torch.nn.Flatten(), torch.nn.Linear(64, 20))
         optimizer = hydra.utils.instantiate(cfg.optimizer, params=model)
@@ -148,9 +149,26 @@ def test_instantiate_builds_a_working_optimizer(tmp_path: Path) -> None:
             loss = torch.nn.functional.cross_entropy(model(x), y)
             loss.backward(); optimizer.step(); losses.append(loss.item())
         assert losses[-1] < 0.5 * losses[0], losses
-        print(type(optimizer).__name__, optimizer.num_orthogonalized)
-    """
-    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+        print(hydra.__version__, type(optimizer).__name__, optimizer.num_orthogonalized)
+
+    main()
+"""
+
+
+@pytest.mark.parametrize("has_group", [True, False])
+def test_the_application_builds_the_optimizer_and_trains(
+    environment: Path, app: Path, has_group: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a host does with the composed configuration; torch alone is of another environment, as it is large."""
+    import torch
+
+    monkeypatch.setenv("TORCH_IS_AT", str(Path(torch.__file__).parents[1]))
+    (app / "app.py").write_text(textwrap.dedent(TRAINS))
+    if not has_group:
+        (app / "conf" / "config.yaml").write_text("lr: 0.5\n")
+        (app / "conf" / "optimizer" / "sgd.yaml").unlink()
+    done = run(environment, app, f"{'' if has_group else '+'}optimizer=hp_muon", "optimizer.lr=0.02")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "HpMuonOptimizer 40"
+    version, *told = done.stdout.split()
+    assert told == ["HpMuonOptimizer", "40"]
+    assert environment.name.startswith(f"hydra-{version[:3]}")

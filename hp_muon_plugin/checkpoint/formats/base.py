@@ -33,12 +33,7 @@ class LazySource:
     """
 
     def __init__(
-        self,
-        name: str,
-        path: Path,
-        tensors: Mapping[Key, Lazy],
-        state: Callable[[], RunState],
-        opened: Opened,
+        self, name: str, path: Path, tensors: Mapping[Key, Lazy], state: Callable[[], RunState], opened: Opened
     ) -> None:
         self.format = name
         self.path = path
