@@ -175,9 +175,9 @@ def lane_apart(session: nox.Session, version: str, python: str) -> None:
 
 
 def register_lanes() -> None:
-    """One session per lane, named after its version."""
+    """One session per lane, named after its version; first the one that needs no environment of its own."""
     here, interpreters = installed_lane(), apart()
-    for version, pythons in LANES.items():
+    for version, pythons in sorted(LANES.items(), key=lambda lane: lane[0] != here):
         name = f"lane-{version}"
         if version == here:
             nox.session(venv_backend="none", name=name)(lambda session: lane_in_place(session))
