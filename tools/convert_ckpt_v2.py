@@ -171,9 +171,9 @@ def check_facts(options: argparse.Namespace, made: argparse.ArgumentParser) -> N
         made: Whose error it is.
     """
     given = {name: getattr(options, name) for name in CHECKED if getattr(options, name) is not None}
-    facts = facts_of(options.load_dir) if given else None
-    for name, value in given.items() if facts is not None else ():
-        if facts is not None and value != facts[name]:
+    facts = (facts_of(options.load_dir) if given else None) or given  # what cannot be opened the conversion says
+    for name, value in given.items():
+        if value != facts[name]:
             has = f"{options.load_dir} has {facts[name]}"
             made.error(f"--{name.replace('_', '-')} {value}: {has}, all of which are converted; leave it out")
     there = Path(options.hf_cfg_dir or options.load_dir)

@@ -1,7 +1,8 @@
 """Roots of sharded models: which units are in them, and what is chosen for all of them."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 
 from torch import nn
 
@@ -27,10 +28,9 @@ def join_unit(unit: Unit, ahead: ScheduleOptions, mode: OuterMode, wire: Wire) -
         mode: For a root.
         wire: Collectives.
     """
-    make: Callable[[], Schedule] = lambda: _new_schedule(unit, ahead, mode, wire)  # noqa: E731
     for module in unit.modules:
         setattr(module, _UNIT, unit)
-        setattr(module, _MAKE_SCHEDULE, make)
+        setattr(module, _MAKE_SCHEDULE, partial(_new_schedule, unit, ahead, mode, wire))
 
 
 def is_unit(module: nn.Module) -> bool:
@@ -106,7 +106,7 @@ def schedule_of(module: nn.Module) -> Schedule:
     Raises:
         ConfigError: If the module is not sharded.
     """
-    if getattr(module, _UNIT, None) is None:
+    if not is_unit(module):
         raise ConfigError("module", type(module).__name__, "is not sharded", "call hp_fully_shard on it first")
     schedule: Schedule = getattr(module, _SCHEDULE, None) or getattr(module, _MAKE_SCHEDULE)()
     return schedule

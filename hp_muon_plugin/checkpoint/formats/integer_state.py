@@ -133,9 +133,7 @@ def split_optimizers(
     for name in order:
         parts[2 * (not is_muon(hyper.get(name, {}))) + (name in expert_parallel)].append(name)
     marked = {name: megatron_values(hyper.get(name, {}), state.scheduler, name in expert_parallel) for name in order}
-    if any(
-        is_muon(values) for values in marked.values()
-    ):  # beside Muon's, Megatron's groups of Adam say whose they are
+    if parts[0] or parts[1]:  # beside Muon's, Megatron's groups of Adam say whose they are
         for name in order:
             if "betas" in marked[name] and "wd_mult" not in hyper[name]:
                 marked[name].setdefault("optimizer", "adam")
