@@ -7,11 +7,9 @@ import torch
 from hp_muon_plugin.config.choices import OuterMode
 from hp_muon_plugin.fsdp.bucket import Bucket
 from hp_muon_plugin.fsdp.outer import Group
+from hp_muon_plugin.layout.fusing import fuse
 from hp_muon_plugin.layout.owners import Balance
 from hp_muon_plugin.platform.collectives import AxisGroup
-
-_GROUPS = 8  # so that all but the last eighth of what the slow link carries hides behind backward
-_LEAST_BYTES, _MOST_BYTES = 1 << 20, 32 << 20
 
 
 def make_groups(buckets: Sequence[Bucket], mode: OuterMode, least_bytes: int | None) -> list[Group]:
@@ -20,22 +18,14 @@ def make_groups(buckets: Sequence[Bucket], mode: OuterMode, least_bytes: int | N
     Args:
         buckets: Trainable buckets in the order in which backward reaches them.
         mode: What replicas do.
-        least_bytes: A group is closed when it holds this much. None: see :class:`ScheduleOptions`.
+        least_bytes: A group is closed when it holds this much. None: see :func:`fuse`.
 
     Returns:
         Groups; each bucket is in exactly one.
     """
-    if least_bytes is None:
-        total = sum(bucket.layout.shard_numel * bucket.reduce_dtype.itemsize for bucket in buckets)
-        least_bytes = min(_MOST_BYTES, max(_LEAST_BYTES, total // _GROUPS))
-    groups: list[Group] = []
-    open_: dict[object, list[Bucket]] = {}  # of layers with experts, two kinds alternate
-    for bucket in buckets:
-        pending = open_.setdefault(_key(bucket), [])
-        pending.append(bucket)
-        if sum(b.layout.shard_numel for b in pending) * bucket.reduce_dtype.itemsize >= least_bytes:
-            groups.append(_group(open_.pop(_key(bucket)), mode))
-    groups += [_group(pending, mode) for pending in open_.values()]
+    sizes = [bucket.layout.shard_numel * bucket.reduce_dtype.itemsize for bucket in buckets]
+    fused = fuse([(bucket, _key(bucket), size) for bucket, size in zip(buckets, sizes, strict=True)], least_bytes)
+    groups = [_group(together, mode) for together in fused]
     _assign_owners(groups)
     return groups
 

@@ -3,15 +3,12 @@
 A test on every lane compares the two.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hp_muon_plugin.config.choices import OuterMode
+from hp_muon_plugin.layout.fusing import fuse
 from hp_muon_plugin.layout.owners import Balance
 from hp_muon_plugin.models.shard_plan import PlannedBucket, ShardPlan
-
-_GROUPS = 8
-_LEAST_BYTES, _MOST_BYTES = 1 << 20, 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +47,13 @@ def owned_buckets(plan: ShardPlan) -> list[OwnedBucket]:
     return [OwnedBucket(bucket, tuple(owners[id(bucket)])) for bucket in plan.buckets]
 
 
-def _groups(plan: ShardPlan) -> Iterator[list[PlannedBucket]]:
+def _groups(plan: ShardPlan) -> list[list[PlannedBucket]]:
     """Buckets that are reduced between replicas together, as ``make_groups`` fuses them."""
     reach = [bucket for unit in reversed(plan.units) for bucket in unit.buckets]
-    total = sum(bucket.layout.shard_numel for bucket in reach) * plan.grad_bytes
     stated = plan.options.outer_bucket_mib
-    least = min(_MOST_BYTES, max(_LEAST_BYTES, total // _GROUPS)) if stated is None else int(stated * 2**20)
-    pending: dict[bool, list[PlannedBucket]] = {}
-    for bucket in reach:
-        group = pending.setdefault(bucket.is_expert, [])
-        group.append(bucket)
-        if sum(other.layout.shard_numel for other in group) * plan.grad_bytes >= least:
-            yield pending.pop(bucket.is_expert)
-    yield from pending.values()
+    sizes = [bucket.layout.shard_numel * plan.grad_bytes for bucket in reach]
+    items = [(bucket, bucket.is_expert, size) for bucket, size in zip(reach, sizes, strict=True)]
+    return fuse(items, None if stated is None else int(stated * 2**20))
 
 
 @dataclass(frozen=True, slots=True)
