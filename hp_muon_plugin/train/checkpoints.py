@@ -26,6 +26,7 @@ from hp_muon_plugin.megatron.optimizer import HpMuonMegatronOptimizer
 from hp_muon_plugin.train.checkpoint_fit import too_late
 from hp_muon_plugin.train.checkpoint_folder import refuse_earlier, save_folder
 from hp_muon_plugin.train.data import TrainingData, order_of_samples
+from hp_muon_plugin.train.differences import changed_options
 from hp_muon_plugin.train.interruption import is_asked
 from hp_muon_plugin.train.setup import seed_everything
 
@@ -241,6 +242,10 @@ class Checkpoints:
         ]
         if changed:
             logger.info("this run's learning-rate schedule holds from here on: %s", ", ".join(changed))
+        ran_with = state.other.get("config", {}).get("optimizer", {})
+        options = sorted(changed_options(ran_with, _plain(asdict(self._config.optimizer)), "optimizer"))
+        if options:
+            logger.warning("this run's options hold, not the checkpoint's: %s", ", ".join(options))
         order = self._order(progress.consumed_samples)
         if order is not None and state.data.get("order") not in (None, order):
             logger.warning(

@@ -70,9 +70,17 @@ def test_ctrl_c_leaves_a_checkpoint_from_which_the_same_command_goes_on(tmp_path
     step = int(told[1])
     saved = tmp_path / "outputs" / "long" / "checkpoints"
     assert iterations(saved) == [step]
-    arguments = [*TINY, "run.name=long", *options, "checkpoint.resume=auto", f"run.steps={step + 1}"]
+    arguments = [
+        *TINY,
+        "run.name=long",
+        *options,
+        "checkpoint.resume=auto",
+        f"run.steps={step + 1}",
+        "optimizer.split_qkv=false",
+    ]
     done = hp_muon("train", *arguments, folder=tmp_path, timeout=120)
     assert done.returncode == 0, done.stderr
     assert f"step {step}, {4 * step} samples seen" in done.stderr
     assert f"lr_decay_steps 100000 -> {step + 1}" in done.stderr
+    assert "this run's options hold, not the checkpoint's: optimizer.split_qkv true -> false\n" in done.stderr
     assert iterations(saved) == [step, step + 1]

@@ -1,17 +1,37 @@
 """install() and uninstall() on the real megatron-core of this lane, without a model."""
 
+import subprocess
 import sys
 import types
 from typing import Any
 
 import pytest
 
+from hp_muon_plugin.cli.doctor import _hook_lines
 from hp_muon_plugin.config.optimizer import HpMuon
 from hp_muon_plugin.errors import ConfigError, HookError
 from hp_muon_plugin.megatron import install, uninstall
 from hp_muon_plugin.megatron.hooks import HOOKS, Hook, HookKind, check_signature, put, resolve
 from hp_muon_plugin.megatron.installation import installed
 from hp_muon_plugin.megatron.versions import CoreVersion, check_tested, core_version, parse_version
+
+
+@pytest.mark.once
+def test_importing_the_plugin_changes_nothing_of_megatron() -> None:
+    """In a process of its own, as the tests' own has installed before."""
+    code = """
+import megatron.core.distributed, megatron.core.optimizer, megatron.core.optimizer.optimizer_config
+modules = [megatron.core.optimizer, megatron.core.distributed, megatron.core.optimizer.optimizer_config]
+before = [dict(vars(module)) for module in modules]
+import importlib, pkgutil, hp_muon_plugin.megatron as plugin
+names = [module.name for module in pkgutil.iter_modules(plugin.__path__)]
+for name in names:
+    if name != "registry":  # from 0.19 on
+        importlib.import_module(f"hp_muon_plugin.megatron.{name}")
+print("installation" in names, [dict(vars(module)) == kept for module, kept in zip(modules, before)])
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout == "True [True, True, True]\n", done.stdout + done.stderr
 
 
 def test_every_hook_has_a_target_with_its_parameters() -> None:
@@ -120,6 +140,7 @@ def test_a_changed_signature_is_refused_by_name(monkeypatch: pytest.MonkeyPatch)
         install()
     assert installed() is None
     assert factory.get_megatron_optimizer is moved
+    assert any("get_megatron_optimizer has no parameter config any more" in problem for problem in _hook_lines())
 
 
 def test_a_missing_target_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,6 +149,7 @@ def test_a_missing_target_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.delattr(factory, "get_megatron_optimizer")
     with pytest.raises(HookError, match=r"has no megatron\.core\.optimizer\.get_megatron_optimizer"):
         install()
+    assert any("has no megatron.core.optimizer.get_megatron_optimizer" in problem for problem in _hook_lines())
 
 
 def test_a_grown_contract_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,14 +48,18 @@ def _groups(launch: Launch) -> Any:
     config.optimizer.lr, config.optimizer.weight_decay = 0.01, 0.1
     config.lr_schedule.warmup_steps = 0
     setup.build_schedule(config, optimizer)
-    names = {
-        pair.main: spec.name for pair, spec in zip(optimizer._pairs, [c.spec for c in optimizer._counted], strict=True)
+    return _found(optimizer)
+
+
+def _found(optimizer: Any) -> dict[str, tuple[str, float, float]]:
+    """Algorithm, learning rate and weight decay of each parameter by name."""
+    pairs = zip(optimizer._pairs, optimizer._counted, strict=True)
+    names = {pair.main: counted.spec.name for pair, counted in pairs}
+    return {
+        names[param]: (group["algorithm"], group["lr"], group["weight_decay"])
+        for group in optimizer.param_groups
+        for param in group["params"]
     }
-    found = {}
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            found[names[param]] = (group["algorithm"], group["lr"], group["weight_decay"])
-    return found
 
 
 def test_weight_decay_and_learning_rate_conditions_of_the_trainer_hold() -> None:
@@ -74,6 +78,31 @@ def test_weight_decay_and_learning_rate_conditions_of_the_trainer_hold() -> None
     )
     assert found["embedding.word_embeddings.weight"] == ("adamw", pytest.approx(0.002), pytest.approx(0.05))
     assert found["decoder.layers.0.input_layernorm.weight"] == ("adamw", pytest.approx(0.002), 0.0)
+
+
+def _decoupled(launch: Launch) -> Any:
+    """Megatron's ``--decoupled-lr``: embedding and output layer have a learning rate of their own."""
+    import megatron.core.optimizer as factory
+
+    config = train_config(dense())
+    model, _ = setup.build_model(config, VOCAB, start(launch, config))
+    uninstall()
+    install(HpMuon(lr=0.02, adamw=ScalarAdamW(lr=0.002)))
+    core = optimizer_config(decoupled_lr=0.004, decoupled_min_lr=0.0004)
+    optimizer = factory.get_megatron_optimizer(core, [model])
+    ends = {(group["min_lr"], group["max_lr"]) for group in optimizer.param_groups if group["max_lr"] == 0.004}
+    return _found(optimizer), ends, optimizer.get_loss_scale()
+
+
+def test_a_decoupled_learning_rate_is_that_of_embedding_and_output_and_no_loss_is_scaled() -> None:
+    found, ends, scale = run_ranks(1, _decoupled)[0]
+    rates = {name: (algorithm, lr) for name, (algorithm, lr, _) in found.items()}
+    assert rates.pop("embedding.word_embeddings.weight") == ("adamw", 0.004)
+    assert rates.pop("output_layer.weight") == ("adamw", 0.004)
+    assert set(rates.values()) == {("muon", 0.02), ("adamw", 0.002)}
+    assert ends == {(0.0004, 0.004)}
+    assert scale.shape == (1,)
+    assert float(scale) == 1.0
 
 
 def _zero_decay(launch: Launch) -> str:

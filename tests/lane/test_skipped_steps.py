@@ -9,7 +9,7 @@ from dist_pool import run_ranks
 
 from hp_muon_plugin.config.choices import NonFinite, Precision
 from hp_muon_plugin.config.optimizer import HpMuon
-from hp_muon_plugin.config.trainer import Topology
+from hp_muon_plugin.config.trainer import Topology, Train
 from hp_muon_plugin.errors import GradientError
 from hp_muon_plugin.train.setup import Launch
 from lane.harness import (
@@ -65,20 +65,27 @@ def test_a_nan_is_an_error_if_asked_for() -> None:
     assert last[1]
 
 
-def _frozen_and_unused(launch: Launch) -> Any:
-    """One weight frozen before the wrapper is built, and one that gets no gradient on rank 1."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-
+def _unwrapped(launch: Launch, config: Train) -> tuple[Any, Any]:
+    """Megatron's configuration, and this stage's model before the wrapper is built."""
     from hp_muon_plugin.config.choices import Precision
     from hp_muon_plugin.models.canonical_init import initialize_canonically
     from hp_muon_plugin.models.gpt import build_gpt, transformer_config
-    from hp_muon_plugin.train import setup
 
-    config = train_config(dense(), optimizer=HpMuon(lr=0.1, weight_decay=0.0, clip_grad=0.0))
     start(launch, config)
     core = transformer_config(config.model, config.topology, Precision.fp32)
     module = build_gpt(core, config.model, 128)
     initialize_canonically(module, seed=1, std=0.02)
+    return core, module
+
+
+def _frozen_and_unused(launch: Launch) -> Any:
+    """One weight frozen before the wrapper is built, and one that gets no gradient on rank 1."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    from hp_muon_plugin.train import setup
+
+    config = train_config(dense(), optimizer=HpMuon(lr=0.1, weight_decay=0.0, clip_grad=0.0))
+    core, module = _unwrapped(launch, config)
     frozen = module.decoder.layers[0].mlp.linear_fc1.weight
     frozen.requires_grad_(False)
     model = DistributedDataParallel(core, DistributedDataParallelConfig(), module)
@@ -107,3 +114,38 @@ def test_frozen_weights_stay_and_a_gradient_missing_on_one_rank_counts_as_zero()
         assert float(moved.abs().max()) > 0
         assert held == muon
     assert torch.equal(results[0][2], results[1][2])
+
+
+def _stage_without_matrices(launch: Launch) -> Any:
+    """The matrices of the last stage are frozen: norms and the output layer are all that it trains."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    from hp_muon_plugin.train import setup
+
+    config = train_config(dense(), Topology(pp=2), optimizer=HpMuon(lr=0.1, weight_decay=0.0, clip_grad=1.0))
+    core, module = _unwrapped(launch, config)
+    if launch.rank == 1:
+        for name, param in module.named_parameters():
+            param.requires_grad_("layernorm" in name or "output_layer" in name)
+    model = DistributedDataParallel(core, DistributedDataParallelConfig(), module)
+    optimizer = setup.build_optimizer(config, model)
+    setup.build_schedule(config, optimizer)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.1
+    trained = [param for param in module.parameters() if param.requires_grad]
+    before = [param.detach().clone() for param in trained]
+    for param in trained:
+        param.main_grad.fill_(1.0)
+    model.finish_grad_sync()
+    succeeded, norm, _ = optimizer.step()
+    moved = [not torch.equal(param, kept) for param, kept in zip(trained, before, strict=True)]
+    squares = sum(param.numel() for param in trained)
+    return succeeded, norm, all(moved), squares, optimizer.optimizer.num_orthogonalized
+
+
+def test_a_stage_without_matrices_steps_with_the_others() -> None:
+    """torchtitan: a pipeline stage that Muon had no parameters of failed to build."""
+    first, last = run_ranks(2, _stage_without_matrices)
+    assert (first[0], first[2], last[0], last[2]) == (True,) * 4
+    assert (first[4] > 0, last[4]) == (True, 0)
+    assert first[1] == last[1] == pytest.approx((first[3] + last[3]) ** 0.5)

@@ -113,6 +113,16 @@ def test_schedulers_keep_the_ratio_of_learning_rates() -> None:
         assert rates["muon"] == pytest.approx(0.02 / (2 + step))
 
 
+def test_the_output_layers_learning_rate_does_not_depend_on_its_width() -> None:
+    """dion PR 94: AdamW's was divided by the root of the width, 0.036 times for 768, which is for Lion alone."""
+    model = torch.nn.ModuleDict({"fc": torch.nn.Linear(8, 8), "lm_head": torch.nn.Linear(768, 16, bias=False)})
+    optimizer = build_optimizer(model, adamw={"lr": 0.01, "weight_decay": 0.0}, clip_grad=0.0)
+    before = model["lm_head"].weight.detach().clone()
+    set_grads(model, 0)
+    optimizer.step()
+    torch.testing.assert_close((model["lm_head"].weight.detach() - before).abs(), torch.full((16, 768), 0.01))
+
+
 def test_weights_stay_bounded_with_decay_and_grow_without() -> None:
     """Moonlight: without decay the root-mean-square of weights grows past what bf16 resolves."""
     norms = {}

@@ -3,8 +3,10 @@ import math
 import pytest
 import torch
 
-from hp_muon_plugin.config.choices import ScaleMode
+from hp_muon_plugin.config.choices import ScaleMode, Schedule
 from hp_muon_plugin.muon import build_optimizer
+from hp_muon_plugin.muon.coefficients import resolve_schedule
+from hp_muon_plugin.muon.reference import reference_newton_schulz
 from hp_muon_plugin.muon.scale import update_scale
 
 
@@ -27,6 +29,17 @@ def test_formula(mode: ScaleMode, rows: int, cols: int, wanted: float) -> None:
 def test_padding_does_not_change_the_scale() -> None:
     """Megatron PR 6683: rows padded from 6 to 8 raised the learning rate by 15 percent."""
     assert update_scale(ScaleMode.match_rms_adamw, 6, 4) == pytest.approx(0.4899, abs=1e-4)
+
+
+def test_a_weight_that_is_padded_beside_larger_ones_has_the_scale_of_its_own_shape() -> None:
+    """The same through the optimizer: 6 rows beside 8 and 16, short sides padded or not."""
+    weights = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(s)) for s in [(6, 4), (8, 5), (16, 16)]])
+    optimizer = build_optimizer(weights, lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False, clip_grad=0.0)
+    for number, weight in enumerate(weights):
+        weight.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(number))
+    wanted = 0.2 * math.sqrt(6) * reference_newton_schulz(weights[0].grad, resolve_schedule(Schedule.keller))
+    optimizer.step()
+    torch.testing.assert_close(weights[0].detach().double(), -wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_rms_of_a_match_rms_update_is_that_of_adamw() -> None:
