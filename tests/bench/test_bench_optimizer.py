@@ -39,6 +39,9 @@ from hp_muon_plugin.train.environment import Launch
 from hp_muon_plugin.train.launch import Stop
 from tests.dist_pool import joined, run_ranks
 
+# they start ranks of several environments one after another: a slow, busy machine took over 120 s for some
+pytestmark = pytest.mark.timeout(300)
+
 TINY = "2x9x16+[4,12,8]"  # nine rows: ranks hold uneven shards
 TORCH = "torch.optim.Muon"
 REPLICATED_NAME = f"{OURS} {REPLICATED}"

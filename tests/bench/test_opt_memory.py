@@ -20,6 +20,9 @@ from hp_muon_plugin.bench.optimizer import Field, check_memory, expected_bytes, 
 from hp_muon_plugin.errors import ConfigError
 from hp_muon_plugin.train.launch import Stop
 
+# they start ranks of several environments one after another: a slow, busy machine took over 120 s for some
+pytestmark = pytest.mark.timeout(300)
+
 NAME = f"{OURS} {REPLICATED}"
 JOB = Job(2, 1, 60.0, Stop())
 CASES = [parse_case(text, "x") for text in ("8x12", "4x64x64")]
