@@ -23,9 +23,8 @@ def make_groups(buckets: Sequence[Bucket], mode: OuterMode, least_bytes: int | N
     Returns:
         Groups; each bucket is in exactly one.
     """
-    sizes = [bucket.layout.shard_numel * bucket.reduce_dtype.itemsize for bucket in buckets]
-    fused = fuse([(bucket, _key(bucket), size) for bucket, size in zip(buckets, sizes, strict=True)], least_bytes)
-    groups = [_group(together, mode) for together in fused]
+    items = [(bucket, _key(bucket), bucket.layout.shard_numel * bucket.reduce_dtype.itemsize) for bucket in buckets]
+    groups = [_group(fused, mode) for fused in fuse(items, least_bytes)]
     _assign_owners(groups)
     return groups
 

@@ -51,8 +51,7 @@ def _groups(plan: ShardPlan) -> list[list[PlannedBucket]]:
     """Buckets that are reduced between replicas together, as ``make_groups`` fuses them."""
     reach = [bucket for unit in reversed(plan.units) for bucket in unit.buckets]
     stated = plan.options.outer_bucket_mib
-    sizes = [bucket.layout.shard_numel * plan.grad_bytes for bucket in reach]
-    items = [(bucket, bucket.is_expert, size) for bucket, size in zip(reach, sizes, strict=True)]
+    items = [(bucket, bucket.is_expert, bucket.layout.shard_numel * plan.grad_bytes) for bucket in reach]
     return fuse(items, None if stated is None else int(stated * 2**20))
 
 

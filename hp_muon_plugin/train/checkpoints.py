@@ -26,7 +26,7 @@ from hp_muon_plugin.megatron.optimizer import HpMuonMegatronOptimizer
 from hp_muon_plugin.train.checkpoint_fit import too_late
 from hp_muon_plugin.train.checkpoint_folder import refuse_earlier, save_folder
 from hp_muon_plugin.train.data import TrainingData, order_of_samples
-from hp_muon_plugin.train.differences import changed_options
+from hp_muon_plugin.train.differences import changed_values
 from hp_muon_plugin.train.interruption import is_asked
 from hp_muon_plugin.train.setup import seed_everything
 
@@ -234,18 +234,12 @@ class Checkpoints:
     def _tell_differences(self, state: RunState, progress: Progress) -> None:
         if progress.step and state.consumed_samples is None and "progress" not in state.other:
             logger.warning("the checkpoint does not tell how many samples it has seen: data begins at the first one")
-        own = _plain(self._schedule.state_dict())
-        changed = [
-            f"{name} {state.scheduler[name]} -> {own[name]}"
-            for name in _SCHEDULE
-            if name in state.scheduler and name in own and state.scheduler[name] != own[name]
-        ]
-        if changed:
+        scheduler = {name: state.scheduler[name] for name in _SCHEDULE if name in state.scheduler}
+        if changed := list(changed_values(scheduler, _plain(self._schedule.state_dict()))):
             logger.info("this run's learning-rate schedule holds from here on: %s", ", ".join(changed))
         ran_with = state.other.get("config", {}).get("optimizer", {})
-        options = sorted(changed_options(ran_with, _plain(asdict(self._config.optimizer)), "optimizer"))
-        if options:
-            logger.warning("this run's options hold, not the checkpoint's: %s", ", ".join(options))
+        if changed := sorted(changed_values(ran_with, _plain(asdict(self._config.optimizer)), "optimizer.")):
+            logger.warning("this run's options hold, not the checkpoint's: %s", ", ".join(changed))
         order = self._order(progress.consumed_samples)
         if order is not None and state.data.get("order") not in (None, order):
             logger.warning(

@@ -5,23 +5,23 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 
-def changed_options(saved: Mapping[str, Any], own: Mapping[str, Any], place: str) -> Iterator[str]:
-    """Options that differ.
+def changed_values(saved: Mapping[str, Any], own: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Values that differ.
 
     Args:
-        saved: Options of the run that saved the checkpoint, as JSON has them.
+        saved: Of the run that saved the checkpoint, as JSON has them.
         own: This run's.
-        place: Where they stand, as ``optimizer``.
+        prefix: Of their names, as ``optimizer.``.
 
     Yields:
         Such as ``optimizer.split_qkv true -> false``. What only one version knows is left out.
     """
-    for name in [name for name in saved if name in own]:
-        before, now = saved[name], own[name]
+    for name, before in saved.items():
+        now = own.get(name, before)
         if isinstance(before, Mapping) and isinstance(now, Mapping):
-            yield from changed_options(before, now, f"{place}.{name}")
+            yield from changed_values(before, now, f"{prefix}{name}.")
         elif before != now:
-            yield f"{place}.{name} {_shown(before)} -> {_shown(now)}"
+            yield f"{prefix}{name} {_shown(before)} -> {_shown(now)}"
 
 
 def _shown(value: Any) -> str:

@@ -84,8 +84,7 @@ def _decoupled(launch: Launch) -> Any:
     """Megatron's ``--decoupled-lr``: embedding and output layer have a learning rate of their own."""
     import megatron.core.optimizer as factory
 
-    config = train_config(dense())
-    model, _ = setup.build_model(config, VOCAB, start(launch, config))
+    model = wrapped_model(launch)
     uninstall()
     install(HpMuon(lr=0.02, adamw=ScalarAdamW(lr=0.002)))
     core = optimizer_config(decoupled_lr=0.004, decoupled_min_lr=0.0004)

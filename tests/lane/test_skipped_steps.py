@@ -78,21 +78,27 @@ def _unwrapped(launch: Launch, config: Train) -> tuple[Any, Any]:
     return core, module
 
 
-def _frozen_and_unused(launch: Launch) -> Any:
-    """One weight frozen before the wrapper is built, and one that gets no gradient on rank 1."""
+def _wrapped(config: Train, core: Any, module: torch.nn.Module) -> tuple[Any, Any]:
+    """The model in Megatron's wrapper, and an optimizer whose learning rates are all 0.1."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     from hp_muon_plugin.train import setup
 
-    config = train_config(dense(), optimizer=HpMuon(lr=0.1, weight_decay=0.0, clip_grad=0.0))
-    core, module = _unwrapped(launch, config)
-    frozen = module.decoder.layers[0].mlp.linear_fc1.weight
-    frozen.requires_grad_(False)
     model = DistributedDataParallel(core, DistributedDataParallelConfig(), module)
     optimizer = setup.build_optimizer(config, model)
     setup.build_schedule(config, optimizer)
     for group in optimizer.param_groups:
         group["lr"] = 0.1
+    return model, optimizer
+
+
+def _frozen_and_unused(launch: Launch) -> Any:
+    """One weight frozen before the wrapper is built, and one that gets no gradient on rank 1."""
+    config = train_config(dense(), optimizer=HpMuon(lr=0.1, weight_decay=0.0, clip_grad=0.0))
+    core, module = _unwrapped(launch, config)
+    frozen = module.decoder.layers[0].mlp.linear_fc1.weight
+    frozen.requires_grad_(False)
+    model, optimizer = _wrapped(config, core, module)
     unused, grads = module.decoder.layers[1].mlp.linear_fc2.weight, torch.ones(32, 48)
     before = frozen.detach().clone(), unused.detach().clone()
     if launch.rank == 0:
@@ -118,20 +124,12 @@ def test_frozen_weights_stay_and_a_gradient_missing_on_one_rank_counts_as_zero()
 
 def _stage_without_matrices(launch: Launch) -> Any:
     """The matrices of the last stage are frozen: norms and the output layer are all that it trains."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-
-    from hp_muon_plugin.train import setup
-
     config = train_config(dense(), Topology(pp=2), optimizer=HpMuon(lr=0.1, weight_decay=0.0, clip_grad=1.0))
     core, module = _unwrapped(launch, config)
     if launch.rank == 1:
         for name, param in module.named_parameters():
             param.requires_grad_("layernorm" in name or "output_layer" in name)
-    model = DistributedDataParallel(core, DistributedDataParallelConfig(), module)
-    optimizer = setup.build_optimizer(config, model)
-    setup.build_schedule(config, optimizer)
-    for group in optimizer.param_groups:
-        group["lr"] = 0.1
+    model, optimizer = _wrapped(config, core, module)
     trained = [param for param in module.parameters() if param.requires_grad]
     before = [param.detach().clone() for param in trained]
     for param in trained:
