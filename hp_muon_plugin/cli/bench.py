@@ -108,7 +108,7 @@ def _newton_schulz(options: argparse.Namespace) -> int:
     with torch.inference_mode():
         for count in threads if device.type == "cpu" else threads[:1]:
             torch.set_num_threads(count)
-            rates = measure_rates(device, clock=clock)
+            rates = measure_rates(device)[clock]
             machine[f"rates with {count} threads (GFLOP/s, GB/s)"] = rates_for_json(rates)
             for case in cases:
                 contest = newton_schulz.contest(case, device, table=table, dtype=options.ns_dtype)
